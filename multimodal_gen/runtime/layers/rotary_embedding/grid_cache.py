@@ -1,0 +1,255 @@
+"""The cache of position grids: built once for a geometry and device, lent to each caller as a tensor of its own.
+
+What is handed out shares the cached memory only until somebody writes to it (PyTorch's copy-on-write storages), so a
+caller that overwrites, frees, casts or moves what it was given harms nobody: neither the next caller nor one that
+already holds its own. Lending costs about a microsecond for cos and sin together.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from common.cache_liveness import born_clean
+
+DEFAULT_LIMIT = 1 << 30  # bytes held by one cache
+
+_len_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_len_function_stack: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
+_data_address: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.data_ptr)
+
+
+def _quiet() -> bool:
+    """Whether nothing around the caller changes what a factory or an in-place copy does."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or _len_function_stack()
+        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled("cuda")
+    )
+
+
+def traced() -> bool:
+    """Whether tensors made now belong to a trace, an export or a fake-tensor mode: they must not meet cached ones."""
+    return torch.compiler.is_compiling() or _len_dispatch_stack() > 0
+
+
+def table_device(device: torch.device) -> torch.device:
+    """Where per-axis tables are computed: on the CPU, for the same bits everywhere, but in place inside a trace."""
+    return device if traced() else torch.device("cpu")
+
+
+class _Entry(NamedTuple):
+    tensors: tuple[Tensor, ...]
+    marks: tuple[tuple[int, int], ...]  # version and storage size of each tensor when it was right
+    nbytes: int
+
+    def intact(self) -> bool:
+        for tensor, (version, size) in zip(self.tensors, self.marks):
+            if tensor._version != version or tensor.is_meta or tensor.untyped_storage().nbytes() != size:
+                return False
+        return True
+
+
+class _Seen(NamedTuple):
+    positions: Tensor
+    token: int
+
+
+class GridCache:
+    """Least recently used grids first to go, bounded by the bytes held; safe under threads and forks.
+
+    Args:
+        name: what reports call it.
+        limit: bytes that may be held; a grid larger than that is built anew for each caller.
+    """
+
+    def __init__(self, name: str, limit: int = DEFAULT_LIMIT):
+        self.name = name
+        self.limit = limit
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._seen: OrderedDict[Hashable, list[_Seen]] = OrderedDict()
+        self._tokens = 0
+        self.nbytes = self.hits = self.misses = self.drops = 0
+        self.build_seconds = 0.0
+        self._make_locks()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._make_locks)
+
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()  # held for dictionary operations only
+        self._building = threading.RLock()  # one build at a time: two threads never build one grid twice
+
+    def grid(
+        self, form: Callable[..., tuple[Tensor, ...]], *args: Hashable, device: torch.device
+    ) -> tuple[Tensor, ...]:
+        """``form(*args, device)``, a pure function of hashable arguments, which are the key."""
+        if traced() or device.type == "meta":
+            return form(*args, device)
+        return self._get((form, args, device), lambda: form(*args, device))
+
+    def at_positions(
+        self, form: Callable[..., tuple[Tensor, ...]], positions: Tensor, *args: Hashable
+    ) -> tuple[Tensor, ...]:
+        """``form(positions, *args)``, with the content of ``positions`` in the key.
+
+        Not cached where reading that content would make the device wait: anywhere but on the CPU.
+        """
+        if traced() or positions.device.type != "cpu":
+            return form(positions, *args)
+        key = (form, args, self._token(positions), positions.device)
+        return self._get(key, lambda: form(positions, *args))
+
+    def _get(self, key: Hashable, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+                self.hits += 1
+        if entry is None or not entry.intact():
+            entry = self._build(key, build)
+        return lend(entry.tensors)
+
+    def _build(self, key: Hashable, build: Callable[[], tuple[Tensor, ...]]) -> _Entry:
+        with self._building:
+            with self._lock:
+                entry = self._entries.get(key)
+                if entry is not None:
+                    if entry.intact():
+                        return entry
+                    self._drop(key)
+                    self.drops += 1
+                self.misses += 1
+            started = time.perf_counter()
+            with torch.no_grad():
+                tensors = build() if _quiet() else born_clean(build)
+            self.build_seconds += time.perf_counter() - started
+            sizes = [t.untyped_storage().nbytes() for t in tensors]
+            entry = _Entry(tensors, tuple((t._version, size) for t, size in zip(tensors, sizes)), sum(sizes))
+            with self._lock:
+                if entry.nbytes <= self.limit:
+                    self._entries[key] = entry
+                    self.nbytes += entry.nbytes
+                    self._shrink()
+            return entry
+
+    def _drop(self, key: Hashable) -> int:
+        entry = self._entries.pop(key)
+        self.nbytes -= entry.nbytes
+        return entry.nbytes
+
+    def _shrink(self) -> None:
+        while self.nbytes > self.limit:
+            self._drop(next(iter(self._entries)))
+
+    def set_limit(self, limit: int) -> None:
+        """Hold at most ``limit`` bytes from now on."""
+        if limit < 0:
+            raise ValueError(f"limit must be a number of bytes >= 0, got {limit}")
+        with self._lock:
+            self.limit = limit
+            self._shrink()
+
+    def clear(self) -> int:
+        """Drop every grid; the bytes dropped. What callers hold stays theirs."""
+        with self._lock:
+            freed = sum(self._drop(key) for key in list(self._entries))
+            self._seen.clear()
+            return freed
+
+    release_memory = invalidate_memory = clear  # a grid is rebuilt faster than it is verified
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def items(self) -> list[tuple[Hashable, tuple[Tensor, ...]]]:
+        """The keys and the cached tensors themselves: for reports and tests, not for use."""
+        with self._lock:
+            return [(key, entry.tensors) for key, entry in self._entries.items()]
+
+    def _token(self, positions: Tensor) -> int:
+        """A number that stands for the content of ``positions`` in a key."""
+        positions = positions.detach().contiguous()
+        kind = (positions.dtype, positions.shape)
+        nbytes = positions.numel() * positions.element_size()
+        address = _data_address(positions)
+        with self._lock:
+            known = self._seen.get(kind, ())
+            for at, seen in enumerate(known):
+                if _same_bytes(_data_address(seen.positions), address, nbytes):
+                    if at:
+                        known.insert(0, known.pop(at))
+                    return seen.token
+        copy = born_clean(positions.clone)
+        with self._lock:
+            self._tokens += 1
+            self._seen.setdefault(kind, []).insert(0, _Seen(copy, self._tokens))
+            del self._seen[kind][8:]
+            self._seen.move_to_end(kind)
+            while len(self._seen) > 32:
+                self._seen.popitem(last=False)
+            return self._tokens
+
+
+def _memcmp() -> Callable[[int, int, int], bool]:
+    compare = ctypes.CDLL(None).memcmp if os.name == "posix" else ctypes.cdll.msvcrt.memcmp
+    compare.argtypes, compare.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
+    return lambda left, right, nbytes: compare(left, right, nbytes) == 0
+
+
+_same_bytes = _memcmp()
+
+
+def lend(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tensors of the caller's own with the values of ``tensors``: one memory until somebody writes."""
+    if torch.is_inference_mode_enabled():  # an inference tensor could never be saved for a backward pass
+        with torch.inference_mode(False):
+            return _lend(tensors)
+    return _lend(tensors)
+
+
+def _lend(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    try:
+        return tuple([tensor._lazy_clone() for tensor in tensors])
+    except (AttributeError, RuntimeError):  # no copy-on-write in this release or on this device: copy now
+        return tuple([tensor.clone() for tensor in tensors])
+
+
+GRIDS = GridCache("multimodal_gen grids")
+
+
+# --- memory of results ----------------------------------------------------------------------------------------------
+
+_HUGE_PAGE = 1 << 21
+_ADVISE_HUGE_PAGES = 14  # MADV_HUGEPAGE
+
+
+def _madvise() -> Callable[[int, int, int], int] | None:
+    advise = (
+        getattr(ctypes.CDLL(None), "madvise", None) if os.name == "posix" and os.uname().sysname == "Linux" else None
+    )
+    if advise is not None:
+        advise.argtypes, advise.restype = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int), ctypes.c_int
+    return advise
+
+
+_advise = _madvise()
+
+
+def empty_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialised memory for a grid, in huge pages where the system offers them: first touching a large grid page
+    by page takes three times as long as filling it."""
+    out = torch.empty(shape, dtype=dtype, device=device)
+    if _advise is not None and not traced() and device.type == "cpu" and out.nbytes >= 2 * _HUGE_PAGE:
+        start = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
+        length = out.data_ptr() + out.nbytes - start
+        _advise(start, length // _HUGE_PAGE * _HUGE_PAGE, _ADVISE_HUGE_PAGES)
+    return out
