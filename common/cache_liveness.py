@@ -18,6 +18,7 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -52,22 +53,13 @@ def born_clean(build: Callable[..., Any], *args: Any) -> Any:
     Autocast, inference and grad mode, dispatch and function modes (fake tensors, a default device), functorch and
     tracing state all belong to a thread, so a fresh one has none of them, whatever surrounds the caller.
     """
-    outcome: list[Any] = []
 
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                outcome.extend((build(*args), None))
-        except BaseException as error:  # handed to the caller, whoever it is
-            outcome.extend((None, error))
+    def run() -> Any:
+        with torch.no_grad():
+            return build(*args)
 
-    thread = threading.Thread(target=run, name="live-rope-build")
-    thread.start()
-    thread.join()
-    value, error = outcome
-    if error is not None:
-        raise error
-    return value
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-rope-build") as thread:
+        return thread.submit(run).result()
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -180,6 +172,7 @@ class LiveBuffers(nn.Module):
         self._storages: dict[str, int] = {}
         self._checks: dict[str, Tensor] = {}
         self._twins: dict[torch.device, LiveBuffers] = {}
+        self._sole: tuple | None = None  # name and fingerprint where there is one buffer: what a lookup compares
         self._owned: Hashable | None = None
         self._asleep = False
         self.heals = 0
@@ -218,8 +211,8 @@ class LiveBuffers(nn.Module):
         self._twins.clear()
         if device.type == "meta":
             self._disown()
-            self._fingerprints.clear()
-            self._checks.clear()
+            self._sole = None
+            self._fingerprints, self._checks = {}, {}
             meta = born_clean(lambda: {n: torch.empty(s, device="meta") for n, s in self._shapes.items()})
             for name, tensor in meta.items():
                 self._register(name, tensor)
@@ -262,9 +255,9 @@ class LiveBuffers(nn.Module):
         stamp = getattr(tensor, "_live_stamp", None)
         if stamp is None or self._fingerprints.get(name, (None,))[0] != stamp:
             stamp = tensor._live_stamp = next(_STAMPS)
-        storage = tensor.untyped_storage()
-        self._fingerprints[name] = (stamp, tensor._version, tensor.data_ptr(), storage.nbytes(), *self._sources())
-        self._storages[name] = storage._cdata
+        self._fingerprints[name] = (*_facts(tensor), *self._sources())
+        self._storages[name] = tensor.untyped_storage()._cdata
+        self._sole = (name, *self._fingerprints[name]) if len(self._shapes) == 1 and not self.learned else None
         self._asleep = False
 
     def _own(self) -> None:
@@ -303,15 +296,20 @@ class LiveBuffers(nn.Module):
         Unchanged costs five attribute reads and no data. A changed one is compared by value: equal is accepted,
         anything else is rebuilt with one warning, in the same tensor and memory where that is possible.
         """
-        buffer = self._buffers.get(name)
+        state = self.__dict__  # an attribute read on an nn.Module costs as much as the rest of this
         try:
+            buffer = state["_buffers"][name]
+            stamp, version, address, size = state["_fingerprints"][name]
             if (
-                (buffer._live_stamp, buffer._version, buffer.data_ptr(), buffer.untyped_storage().nbytes())
-                == self._fingerprints[name]
-            ) and (device is None or buffer.device == device):
+                buffer._live_stamp == stamp
+                and buffer._version == version
+                and buffer.data_ptr() == address
+                and buffer.nbytes == size
+                and (device is None or buffer.device == device)
+            ):
                 return buffer
-        except (AttributeError, KeyError, RuntimeError, NotImplementedError):
-            pass  # missing, foreign, fake, forgotten: all told apart in _revive
+        except (AttributeError, KeyError, ValueError, RuntimeError, NotImplementedError):
+            pass  # missing, foreign, fake, following parameters: told apart in _revive
         return self._revive(name, device)
 
     def intact(self) -> bool:
@@ -319,14 +317,8 @@ class LiveBuffers(nn.Module):
         changed is compared by value."""
         buffers = self._buffers
         try:
-            for name, fingerprint in self._fingerprints.items():
-                buffer = buffers[name]
-                if (
-                    buffer._live_stamp,
-                    buffer._version,
-                    buffer.data_ptr(),
-                    buffer.untyped_storage().nbytes(),
-                ) != fingerprint and self._fault(name) is not None:
+            for name, known in self._fingerprints.items():
+                if _facts(buffers[name]) != known and self._fault(name) is not None:
                     return False
         except (AttributeError, KeyError, RuntimeError, NotImplementedError):
             return False
@@ -350,14 +342,7 @@ class LiveBuffers(nn.Module):
                 return gone
             if buffer.is_inference():
                 return "an inference tensor: its changes would leave no trace"
-            storage = buffer.untyped_storage()
-            now = (
-                getattr(buffer, "_live_stamp", None),
-                buffer._version,
-                buffer.data_ptr(),
-                storage.nbytes(),
-                *self._sources(),
-            )
+            now = (*_facts(buffer), *self._sources())
             known = self._fingerprints.get(name)
             if now == known and not verify:
                 return None
@@ -479,7 +464,7 @@ class LiveBuffers(nn.Module):
         first = next((b for b in map(self._buffers.get, self._shapes) if isinstance(b, Tensor)), None)
         state["_home"] = str(first.device) if first is not None else "cpu"
         state["_buffers"] = {n: b for n, b in self._buffers.items() if n not in self._shapes}
-        for name in ("_fingerprints", "_storages", "_checks", "_twins", "_owned", "_asleep", "heals"):
+        for name in ("_fingerprints", "_sole", "_storages", "_checks", "_twins", "_owned", "_asleep", "heals"):
             state.pop(name, None)
         return state
 
@@ -511,8 +496,14 @@ class LiveBuffers(nn.Module):
     def invalidate_memory(self) -> None:
         """Forget that the buffers are right: the next use compares their values before it trusts them."""
         with _LOCK:
+            self._sole = None
             for name, known in self._fingerprints.items():
                 self._fingerprints[name] = (known[0], -1, *known[2:])
+
+
+def _facts(tensor: Tensor) -> tuple:
+    """What tells a tensor from its earlier and later selves: our mark on it, version, address, size."""
+    return getattr(tensor, "_live_stamp", None), tensor._version, tensor.data_ptr(), tensor.nbytes
 
 
 def _with_index(device: torch.device) -> torch.device:
@@ -599,7 +590,19 @@ def get_live_entry(cache: MutableMapping[Hashable, nn.Module], key: Hashable) ->
     entry = cache.get(key)
     if entry is None:
         return None
-    if entry.intact() if isinstance(entry, LiveBuffers) else find_dead_buffer(entry) is None:
+    try:
+        state = entry.__dict__
+        name, stamp, version, address, size = state["_sole"]
+        buffer = state["_buffers"][name]
+        alive = (
+            buffer._live_stamp == stamp
+            and buffer._version == version
+            and buffer.data_ptr() == address
+            and buffer.nbytes == size
+        )
+    except (AttributeError, KeyError, TypeError, RuntimeError, NotImplementedError):
+        alive = False
+    if alive or (entry.intact() if isinstance(entry, LiveBuffers) else find_dead_buffer(entry) is None):
         if type(cache) is LiveCache:
             cache.hits += 1
         return entry
@@ -713,7 +716,9 @@ def invalidate_memory(device: torch.device | str | None = None) -> None:
 def _is_on(buffer: Tensor | None, wanted: torch.device | None) -> bool:
     if not isinstance(buffer, Tensor) or buffer.device.type == "meta":
         return False
-    return wanted is None or (buffer.device == wanted if wanted.index is not None else buffer.device.type == wanted.type)
+    return wanted is None or (
+        buffer.device == wanted if wanted.index is not None else buffer.device.type == wanted.type
+    )
 
 
 def cache_report() -> dict[str, Any]:
