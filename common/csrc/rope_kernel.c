@@ -142,6 +142,432 @@ static int generic_unit(const float *cos, const float *sin, int64_t n, float low
     return good;
 }
 
+/* ---- Many pairs at a time. ----
+ * float32 goes through float64 as above. The 16-bit dtypes stay in float32, with what rounding took from one product
+ * given back through a fused multiply-add (Kahan's difference of products): within 1.5 float32 ulps of the truth, half
+ * the work of float64. That breaks down where a product is not finite, and shows as NaN; such pairs are done again. */
+
+#if defined(__GNUC__) && (defined(__x86_64__) || (defined(__aarch64__) && !defined(__AARCH64EB__)))
+#define VECTOR 1
+#define UNLIKELY(x) __builtin_expect(!!(x), 0)
+
+__attribute__((noinline, unused)) static void settle(const float *x, const float *y, const float *c, const float *s,
+                                                     float *out_x, float *out_y, int n) {
+    for (int i = 0; i < n; i++) {
+        if (out_x[i] == out_x[i] && out_y[i] == out_y[i]) continue;
+        double exact_x = (double)x[i] * c[i] - (double)y[i] * s[i], exact_y = (double)y[i] * c[i] + (double)x[i] * s[i];
+        /* one kind of NaN, which rounding to bfloat16 by its bits leaves alone */
+        out_x[i] = exact_x == exact_x ? (float)exact_x : float_of_bits(0x7fc00000);
+        out_y[i] = exact_y == exact_y ? (float)exact_y : float_of_bits(0x7fc00000);
+    }
+}
+
+/* Both styles of one dtype, from an instruction set's get, put and rotate for `WIDTH` pairs; the last pairs of a row
+ * by `REST`, which is either the same with a mask or the generic run. */
+#define VECTOR_RUNS(ISA, DTYPE, TYPE, WIDTH, REST)                                                              \
+    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1)                                                        \
+    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, pairs, 2)
+#define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD)                                                \
+    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *row, int64_t half, int n) { \
+        ISA##_##DTYPE x, y;                                                                                     \
+        ISA##_get_##STYLE##_##DTYPE(from, half, n, &x, &y);                                                     \
+        ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(row, n), ISA##_row_##DTYPE(row + CHUNK, n));             \
+        ISA##_put_##STYLE##_##DTYPE(to, half, n, x, y);                                                         \
+    }                                                                                                           \
+    ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                           \
+        for (int64_t i = 0; i < n; i++, in += in_step, out += out_step, row += row_step) {                      \
+            const TYPE *from = (const TYPE *)in;                                                                \
+            TYPE *to = (TYPE *)out;                                                                             \
+            int64_t j = 0;                                                                                      \
+            for (; j + WIDTH <= pairs; j += WIDTH)                                                              \
+                ISA##_##DTYPE##_##STYLE##_step(from + SPREAD * j, to + SPREAD * j, row + j, half, WIDTH);       \
+            if (j < pairs) REST(ISA, DTYPE, STYLE, from + SPREAD * j, to + SPREAD * j, row + j, half, pairs - j); \
+        }                                                                                                       \
+    }
+#define REST_MASKED(ISA, DTYPE, STYLE, FROM, TO, ROW, HALF, N) ISA##_##DTYPE##_##STYLE##_step(FROM, TO, ROW, HALF, (int)(N))
+#define REST_GENERIC(ISA, DTYPE, STYLE, FROM, TO, ROW, HALF, N) \
+    generic_##DTYPE##_##STYLE((const char *)(FROM), (char *)(TO), 0, 0, 1, ROW, 0, N, HALF)
+
+/* The 16-bit styles in terms of get, put (contiguous values) and unzip, zip (pairs). */
+#define SPLIT_STYLES(ISA, DTYPE)                                                                                \
+    ISA##_INLINE void ISA##_get_halves_##DTYPE(const uint16_t *from, int64_t half, int n, ISA##_##DTYPE *x, ISA##_##DTYPE *y) { \
+        *x = ISA##_get_##DTYPE(from, n);                                                                        \
+        *y = ISA##_get_##DTYPE(from + half, n);                                                                 \
+    }                                                                                                           \
+    ISA##_INLINE void ISA##_put_halves_##DTYPE(uint16_t *to, int64_t half, int n, ISA##_##DTYPE x, ISA##_##DTYPE y) { \
+        ISA##_put_##DTYPE(to, n, x);                                                                            \
+        ISA##_put_##DTYPE(to + half, n, y);                                                                     \
+    }
+#endif
+
+#if defined(VECTOR) && defined(__x86_64__)
+#include <cpuid.h>
+#include <immintrin.h>
+
+#define avx512_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define avx512_INLINE __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))) static inline
+typedef __m512d avx512_float32; /* 8 pairs */
+typedef __m512 avx512_bfloat16, avx512_float16; /* 16 pairs */
+#define FIRST(n) ((1u << (n)) - 1)
+
+avx512_INLINE __m512d avx512_row_float32(const float *row, int n) {
+    return _mm512_cvtps_pd(_mm256_maskz_loadu_ps((__mmask8)FIRST(n), row));
+}
+avx512_INLINE void avx512_rotate_float32(__m512d *x, __m512d *y, __m512d c, __m512d s) {
+    __m512d out_x = _mm512_fmsub_pd(*x, c, _mm512_mul_pd(*y, s));
+    *y = _mm512_fmadd_pd(*y, c, _mm512_mul_pd(*x, s));
+    *x = out_x;
+}
+avx512_INLINE void avx512_get_halves_float32(const float *from, int64_t half, int n, __m512d *x, __m512d *y) {
+    *x = avx512_row_float32(from, n);
+    *y = avx512_row_float32(from + half, n);
+}
+avx512_INLINE void avx512_put_halves_float32(float *to, int64_t half, int n, __m512d x, __m512d y) {
+    _mm256_mask_storeu_ps(to, (__mmask8)FIRST(n), _mm512_cvtpd_ps(x));
+    _mm256_mask_storeu_ps(to + half, (__mmask8)FIRST(n), _mm512_cvtpd_ps(y));
+}
+avx512_INLINE void avx512_get_pairs_float32(const float *from, int64_t half, int n, __m512d *x, __m512d *y) {
+    __m512i both = _mm512_maskz_loadu_epi64((__mmask8)FIRST(n), from);
+    (void)half;
+    *x = _mm512_cvtps_pd(_mm256_castsi256_ps(_mm512_cvtepi64_epi32(both)));
+    *y = _mm512_cvtps_pd(_mm256_castsi256_ps(_mm512_cvtepi64_epi32(_mm512_srli_epi64(both, 32))));
+}
+avx512_INLINE void avx512_put_pairs_float32(float *to, int64_t half, int n, __m512d x, __m512d y) {
+    __m512i low = _mm512_cvtepu32_epi64(_mm256_castps_si256(_mm512_cvtpd_ps(x)));
+    __m512i high = _mm512_cvtepu32_epi64(_mm256_castps_si256(_mm512_cvtpd_ps(y)));
+    (void)half;
+    _mm512_mask_storeu_epi64(to, (__mmask8)FIRST(n), _mm512_or_si512(low, _mm512_slli_epi64(high, 32)));
+}
+
+avx512_INLINE __m512 avx512_row_bfloat16(const float *row, int n) { return _mm512_maskz_loadu_ps((__mmask16)FIRST(n), row); }
+#define avx512_row_float16 avx512_row_bfloat16
+avx512_INLINE void avx512_rotate_bfloat16(__m512 *x, __m512 *y, __m512 c, __m512 s) {
+    __m512 ys = _mm512_mul_ps(*y, s), xs = _mm512_mul_ps(*x, s);
+    __m512 out_x = _mm512_sub_ps(_mm512_fmsub_ps(*x, c, ys), _mm512_fmsub_ps(*y, s, ys));
+    __m512 out_y = _mm512_add_ps(_mm512_fmadd_ps(*y, c, xs), _mm512_fmsub_ps(*x, s, xs));
+    if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) {
+        float v[6][16];
+        _mm512_storeu_ps(v[0], *x), _mm512_storeu_ps(v[1], *y), _mm512_storeu_ps(v[2], c);
+        _mm512_storeu_ps(v[3], s), _mm512_storeu_ps(v[4], out_x), _mm512_storeu_ps(v[5], out_y);
+        settle(v[0], v[1], v[2], v[3], v[4], v[5], 16);
+        out_x = _mm512_loadu_ps(v[4]), out_y = _mm512_loadu_ps(v[5]);
+    }
+    *x = out_x, *y = out_y;
+}
+#define avx512_rotate_float16 avx512_rotate_bfloat16
+
+/* float32 bits -> the nearest bfloat16, in the upper half of each word (the lower half is left over) */
+avx512_INLINE __m512i avx512_round_bfloat16(__m512 x) {
+    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+}
+avx512_INLINE __m512 avx512_get_bfloat16(const uint16_t *from, int n) {
+    __m256i values = _mm256_maskz_loadu_epi16((__mmask16)FIRST(n), from);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
+}
+avx512_INLINE void avx512_put_bfloat16(uint16_t *to, int n, __m512 x) {
+    __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(avx512_round_bfloat16(x), 16));
+    _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), values);
+}
+avx512_INLINE void avx512_get_pairs_bfloat16(const uint16_t *from, int64_t half, int n, __m512 *x, __m512 *y) {
+    __m512i both = _mm512_maskz_loadu_epi32((__mmask16)FIRST(n), from);
+    (void)half;
+    *x = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    *y = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
+}
+avx512_INLINE void avx512_put_pairs_bfloat16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
+    __m512i low = _mm512_srli_epi32(avx512_round_bfloat16(x), 16), high = avx512_round_bfloat16(y);
+    (void)half;
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+}
+avx512_INLINE __m512 avx512_get_float16(const uint16_t *from, int n) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)FIRST(n), from));
+}
+avx512_INLINE void avx512_put_float16(uint16_t *to, int n, __m512 x) {
+    _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+avx512_INLINE void avx512_get_pairs_float16(const uint16_t *from, int64_t half, int n, __m512 *x, __m512 *y) {
+    __m512i both = _mm512_maskz_loadu_epi32((__mmask16)FIRST(n), from);
+    (void)half;
+    *x = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
+    *y = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+}
+avx512_INLINE void avx512_put_pairs_float16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
+    __m512i low = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    __m512i high = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    (void)half;
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+}
+SPLIT_STYLES(avx512, bfloat16)
+SPLIT_STYLES(avx512, float16)
+VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED)
+VECTOR_RUNS(avx512, bfloat16, uint16_t, 16, REST_MASKED)
+VECTOR_RUNS(avx512, float16, uint16_t, 16, REST_MASKED)
+
+avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_t first) {
+    const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i unit = _mm512_set1_epi32((int)(2 * 0x9E3779B1u)), step = _mm512_slli_epi32(unit, 4);
+    __m512i weight = _mm512_add_epi32(_mm512_mullo_epi32(places, unit), _mm512_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
+    __m512i sum = _mm512_setzero_si512();
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16, weight = _mm512_add_epi32(weight, step)) {
+        __m512i word = _mm512_loadu_si512(words + i);
+        word = _mm512_xor_si512(word, _mm512_srli_epi32(word, 15));
+        sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(word, weight));
+    }
+    return (uint32_t)_mm512_reduce_add_epi32(sum) + generic_hash(words + i, n - i, first + (uint32_t)i);
+}
+
+avx512_TARGET static int avx512_unit(const float *cos, const float *sin, int64_t n, float low, float high) {
+    const __m512 least = _mm512_set1_ps(low), most = _mm512_set1_ps(high);
+    unsigned good = 0xffff;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        __m512 c = _mm512_loadu_ps(cos + i), s = _mm512_loadu_ps(sin + i);
+        __m512 square = _mm512_fmadd_ps(c, c, _mm512_mul_ps(s, s));
+        good &= _mm512_cmp_ps_mask(square, least, _CMP_GE_OQ) & _mm512_cmp_ps_mask(square, most, _CMP_LE_OQ);
+    }
+    return good == 0xffff && generic_unit(cos + i, sin + i, n - i, low, high);
+}
+
+#define avx2_TARGET __attribute__((target("avx2,fma,f16c")))
+#define avx2_INLINE __attribute__((always_inline, target("avx2,fma,f16c"))) static inline
+typedef __m256d avx2_float32; /* 4 pairs */
+typedef __m256 avx2_bfloat16, avx2_float16; /* 8 pairs */
+
+avx2_INLINE __m256d avx2_row_float32(const float *row, int n) { (void)n; return _mm256_cvtps_pd(_mm_loadu_ps(row)); }
+avx2_INLINE void avx2_rotate_float32(__m256d *x, __m256d *y, __m256d c, __m256d s) {
+    __m256d out_x = _mm256_fmsub_pd(*x, c, _mm256_mul_pd(*y, s));
+    *y = _mm256_fmadd_pd(*y, c, _mm256_mul_pd(*x, s));
+    *x = out_x;
+}
+avx2_INLINE void avx2_get_halves_float32(const float *from, int64_t half, int n, __m256d *x, __m256d *y) {
+    *x = avx2_row_float32(from, n);
+    *y = avx2_row_float32(from + half, n);
+}
+avx2_INLINE void avx2_put_halves_float32(float *to, int64_t half, int n, __m256d x, __m256d y) {
+    (void)n;
+    _mm_storeu_ps(to, _mm256_cvtpd_ps(x));
+    _mm_storeu_ps(to + half, _mm256_cvtpd_ps(y));
+}
+avx2_INLINE void avx2_get_pairs_float32(const float *from, int64_t half, int n, __m256d *x, __m256d *y) {
+    __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + 4);
+    (void)half, (void)n;
+    *x = _mm256_cvtps_pd(_mm_shuffle_ps(a, b, 0x88));
+    *y = _mm256_cvtps_pd(_mm_shuffle_ps(a, b, 0xdd));
+}
+avx2_INLINE void avx2_put_pairs_float32(float *to, int64_t half, int n, __m256d x, __m256d y) {
+    __m128 a = _mm256_cvtpd_ps(x), b = _mm256_cvtpd_ps(y);
+    (void)half, (void)n;
+    _mm_storeu_ps(to, _mm_unpacklo_ps(a, b));
+    _mm_storeu_ps(to + 4, _mm_unpackhi_ps(a, b));
+}
+
+avx2_INLINE __m256 avx2_row_bfloat16(const float *row, int n) { (void)n; return _mm256_loadu_ps(row); }
+#define avx2_row_float16 avx2_row_bfloat16
+avx2_INLINE void avx2_rotate_bfloat16(__m256 *x, __m256 *y, __m256 c, __m256 s) {
+    __m256 ys = _mm256_mul_ps(*y, s), xs = _mm256_mul_ps(*x, s);
+    __m256 out_x = _mm256_sub_ps(_mm256_fmsub_ps(*x, c, ys), _mm256_fmsub_ps(*y, s, ys));
+    __m256 out_y = _mm256_add_ps(_mm256_fmadd_ps(*y, c, xs), _mm256_fmsub_ps(*x, s, xs));
+    if (UNLIKELY(_mm256_movemask_ps(_mm256_cmp_ps(out_x, out_y, _CMP_UNORD_Q)))) {
+        float v[6][8];
+        _mm256_storeu_ps(v[0], *x), _mm256_storeu_ps(v[1], *y), _mm256_storeu_ps(v[2], c);
+        _mm256_storeu_ps(v[3], s), _mm256_storeu_ps(v[4], out_x), _mm256_storeu_ps(v[5], out_y);
+        settle(v[0], v[1], v[2], v[3], v[4], v[5], 8);
+        out_x = _mm256_loadu_ps(v[4]), out_y = _mm256_loadu_ps(v[5]);
+    }
+    *x = out_x, *y = out_y;
+}
+#define avx2_rotate_float16 avx2_rotate_bfloat16
+
+/* the lower halves of eight words, in order; the upper halves must be zero */
+avx2_INLINE __m128i avx2_narrow(__m256i words) {
+    return _mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08));
+}
+avx2_INLINE __m256i avx2_round_bfloat16(__m256 x) {
+    __m256i bits = _mm256_castps_si256(x), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+}
+avx2_INLINE __m256 avx2_get_bfloat16(const uint16_t *from, int n) {
+    (void)n;
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16));
+}
+avx2_INLINE void avx2_put_bfloat16(uint16_t *to, int n, __m256 x) {
+    (void)n;
+    _mm_storeu_si128((__m128i *)to, avx2_narrow(_mm256_srli_epi32(avx2_round_bfloat16(x), 16)));
+}
+avx2_INLINE void avx2_get_pairs_bfloat16(const uint16_t *from, int64_t half, int n, __m256 *x, __m256 *y) {
+    __m256i both = _mm256_loadu_si256((const __m256i *)from);
+    (void)half, (void)n;
+    *x = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    *y = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32((int)0xffff0000)));
+}
+avx2_INLINE void avx2_put_pairs_bfloat16(uint16_t *to, int64_t half, int n, __m256 x, __m256 y) {
+    __m256i low = _mm256_srli_epi32(avx2_round_bfloat16(x), 16), high = avx2_round_bfloat16(y);
+    (void)half, (void)n;
+    _mm256_storeu_si256((__m256i *)to, _mm256_blend_epi16(low, high, 0xaa));
+}
+avx2_INLINE __m256 avx2_get_float16(const uint16_t *from, int n) {
+    (void)n;
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+}
+avx2_INLINE void avx2_put_float16(uint16_t *to, int n, __m256 x) {
+    (void)n;
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+avx2_INLINE void avx2_get_pairs_float16(const uint16_t *from, int64_t half, int n, __m256 *x, __m256 *y) {
+    __m256i both = _mm256_loadu_si256((const __m256i *)from);
+    (void)half, (void)n;
+    *x = _mm256_cvtph_ps(avx2_narrow(_mm256_and_si256(both, _mm256_set1_epi32(0xffff))));
+    *y = _mm256_cvtph_ps(avx2_narrow(_mm256_srli_epi32(both, 16)));
+}
+avx2_INLINE void avx2_put_pairs_float16(uint16_t *to, int64_t half, int n, __m256 x, __m256 y) {
+    __m128i a = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT), b = _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT);
+    (void)half, (void)n;
+    _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi16(a, b));
+    _mm_storeu_si128((__m128i *)(to + 8), _mm_unpackhi_epi16(a, b));
+}
+SPLIT_STYLES(avx2, bfloat16)
+SPLIT_STYLES(avx2, float16)
+VECTOR_RUNS(avx2, float32, float, 4, REST_GENERIC)
+VECTOR_RUNS(avx2, bfloat16, uint16_t, 8, REST_GENERIC)
+VECTOR_RUNS(avx2, float16, uint16_t, 8, REST_GENERIC)
+
+avx2_TARGET static uint32_t avx2_hash(const float *words, int64_t n, uint32_t first) {
+    const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i unit = _mm256_set1_epi32((int)(2 * 0x9E3779B1u)), step = _mm256_slli_epi32(unit, 3);
+    __m256i weight = _mm256_add_epi32(_mm256_mullo_epi32(places, unit), _mm256_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
+    __m256i sum = _mm256_setzero_si256();
+    uint32_t sums[8], total = 0;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8, weight = _mm256_add_epi32(weight, step)) {
+        __m256i word = _mm256_loadu_si256((const __m256i *)(words + i));
+        word = _mm256_xor_si256(word, _mm256_srli_epi32(word, 15));
+        sum = _mm256_add_epi32(sum, _mm256_mullo_epi32(word, weight));
+    }
+    _mm256_storeu_si256((__m256i *)sums, sum);
+    for (int lane = 0; lane < 8; lane++) total += sums[lane];
+    return total + generic_hash(words + i, n - i, first + (uint32_t)i);
+}
+
+avx2_TARGET static int avx2_unit(const float *cos, const float *sin, int64_t n, float low, float high) {
+    const __m256 least = _mm256_set1_ps(low), most = _mm256_set1_ps(high);
+    int good = 0xff;
+    int64_t i = 0;
+    for (; i + 8 <= n; i += 8) {
+        __m256 c = _mm256_loadu_ps(cos + i), s = _mm256_loadu_ps(sin + i);
+        __m256 square = _mm256_fmadd_ps(c, c, _mm256_mul_ps(s, s));
+        good &= _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(square, least, _CMP_GE_OQ), _mm256_cmp_ps(square, most, _CMP_LE_OQ)));
+    }
+    return good == 0xff && generic_unit(cos + i, sin + i, n - i, low, high);
+}
+#endif
+
+#if defined(VECTOR) && defined(__aarch64__)
+#include <arm_neon.h>
+
+#define neon_TARGET
+#define neon_INLINE __attribute__((always_inline)) static inline
+typedef float64x2_t neon_float32; /* 2 pairs */
+typedef float32x4_t neon_bfloat16, neon_float16; /* 4 pairs */
+
+neon_INLINE float64x2_t neon_row_float32(const float *row, int n) { (void)n; return vcvt_f64_f32(vld1_f32(row)); }
+neon_INLINE void neon_rotate_float32(float64x2_t *x, float64x2_t *y, float64x2_t c, float64x2_t s) {
+    float64x2_t out_x = vfmsq_f64(vmulq_f64(*x, c), *y, s);
+    *y = vfmaq_f64(vmulq_f64(*y, c), *x, s);
+    *x = out_x;
+}
+neon_INLINE void neon_get_halves_float32(const float *from, int64_t half, int n, float64x2_t *x, float64x2_t *y) {
+    *x = neon_row_float32(from, n);
+    *y = neon_row_float32(from + half, n);
+}
+neon_INLINE void neon_put_halves_float32(float *to, int64_t half, int n, float64x2_t x, float64x2_t y) {
+    (void)n;
+    vst1_f32(to, vcvt_f32_f64(x));
+    vst1_f32(to + half, vcvt_f32_f64(y));
+}
+neon_INLINE void neon_get_pairs_float32(const float *from, int64_t half, int n, float64x2_t *x, float64x2_t *y) {
+    float32x2x2_t both = vld2_f32(from);
+    (void)half, (void)n;
+    *x = vcvt_f64_f32(both.val[0]);
+    *y = vcvt_f64_f32(both.val[1]);
+}
+neon_INLINE void neon_put_pairs_float32(float *to, int64_t half, int n, float64x2_t x, float64x2_t y) {
+    float32x2x2_t both = {{vcvt_f32_f64(x), vcvt_f32_f64(y)}};
+    (void)half, (void)n;
+    vst2_f32(to, both);
+}
+
+neon_INLINE float32x4_t neon_row_bfloat16(const float *row, int n) { (void)n; return vld1q_f32(row); }
+#define neon_row_float16 neon_row_bfloat16
+neon_INLINE void neon_rotate_bfloat16(float32x4_t *x, float32x4_t *y, float32x4_t c, float32x4_t s) {
+    float32x4_t ys = vmulq_f32(*y, s), xs = vmulq_f32(*x, s);
+    float32x4_t out_x = vaddq_f32(vfmaq_f32(vnegq_f32(ys), *x, c), vfmsq_f32(ys, *y, s));
+    float32x4_t out_y = vsubq_f32(vfmaq_f32(xs, *y, c), vfmsq_f32(xs, *x, s));
+    uint32x4_t ordered = vandq_u32(vceqq_f32(out_x, out_x), vceqq_f32(out_y, out_y));
+    if (UNLIKELY(vminvq_u32(ordered) == 0)) {
+        float v[6][4];
+        vst1q_f32(v[0], *x), vst1q_f32(v[1], *y), vst1q_f32(v[2], c);
+        vst1q_f32(v[3], s), vst1q_f32(v[4], out_x), vst1q_f32(v[5], out_y);
+        settle(v[0], v[1], v[2], v[3], v[4], v[5], 4);
+        out_x = vld1q_f32(v[4]), out_y = vld1q_f32(v[5]);
+    }
+    *x = out_x, *y = out_y;
+}
+#define neon_rotate_float16 neon_rotate_bfloat16
+
+neon_INLINE float32x4_t neon_widen_bfloat16(uint16x4_t values) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(values), 16)); }
+neon_INLINE uint16x4_t neon_narrow_bfloat16(float32x4_t x) {
+    uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
+}
+neon_INLINE float32x4_t neon_widen_float16(uint16x4_t values) { return vcvt_f32_f16(vreinterpret_f16_u16(values)); }
+neon_INLINE uint16x4_t neon_narrow_float16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+#define NEON_ACCESS(DTYPE)                                                                                              \
+    neon_INLINE float32x4_t neon_get_##DTYPE(const uint16_t *from, int n) { (void)n; return neon_widen_##DTYPE(vld1_u16(from)); } \
+    neon_INLINE void neon_put_##DTYPE(uint16_t *to, int n, float32x4_t x) { (void)n; vst1_u16(to, neon_narrow_##DTYPE(x)); }      \
+    neon_INLINE void neon_get_pairs_##DTYPE(const uint16_t *from, int64_t half, int n, float32x4_t *x, float32x4_t *y) { \
+        uint16x4x2_t both = vld2_u16(from);                                                                              \
+        (void)half, (void)n;                                                                                             \
+        *x = neon_widen_##DTYPE(both.val[0]);                                                                            \
+        *y = neon_widen_##DTYPE(both.val[1]);                                                                            \
+    }                                                                                                                    \
+    neon_INLINE void neon_put_pairs_##DTYPE(uint16_t *to, int64_t half, int n, float32x4_t x, float32x4_t y) {           \
+        uint16x4x2_t both = {{neon_narrow_##DTYPE(x), neon_narrow_##DTYPE(y)}};                                          \
+        (void)half, (void)n;                                                                                             \
+        vst2_u16(to, both);                                                                                              \
+    }
+NEON_ACCESS(bfloat16)
+NEON_ACCESS(float16)
+SPLIT_STYLES(neon, bfloat16)
+SPLIT_STYLES(neon, float16)
+VECTOR_RUNS(neon, float32, float, 2, REST_GENERIC)
+VECTOR_RUNS(neon, bfloat16, uint16_t, 4, REST_GENERIC)
+VECTOR_RUNS(neon, float16, uint16_t, 4, REST_GENERIC)
+
+static uint32_t neon_hash(const float *words, int64_t n, uint32_t first) {
+    const uint32x4_t places = {0, 1, 2, 3};
+    uint32x4_t weight = vaddq_u32(vmulq_n_u32(places, 2 * 0x9E3779B1u), vdupq_n_u32(0x9E3779B1u * (2 * first + 1)));
+    uint32x4_t sum = vdupq_n_u32(0);
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4, weight = vaddq_u32(weight, vdupq_n_u32(8 * 0x9E3779B1u))) {
+        uint32x4_t word = vreinterpretq_u32_f32(vld1q_f32(words + i));
+        sum = vmlaq_u32(sum, veorq_u32(word, vshrq_n_u32(word, 15)), weight);
+    }
+    return vaddvq_u32(sum) + generic_hash(words + i, n - i, first + (uint32_t)i);
+}
+
+static int neon_unit(const float *cos, const float *sin, int64_t n, float low, float high) {
+    uint32x4_t good = vdupq_n_u32(~0u);
+    int64_t i = 0;
+    for (; i + 4 <= n; i += 4) {
+        float32x4_t c = vld1q_f32(cos + i), s = vld1q_f32(sin + i), square = vfmaq_f32(vmulq_f32(s, s), c, c);
+        good = vandq_u32(good, vandq_u32(vcgeq_f32(square, vdupq_n_f32(low)), vcleq_f32(square, vdupq_n_f32(high))));
+    }
+    return vminvq_u32(good) != 0 && generic_unit(cos + i, sin + i, n - i, low, high);
+}
+#endif
+
 /* ---- Choice of instruction set. ---- */
 
 typedef struct {
@@ -152,17 +578,53 @@ typedef struct {
 } instruction_set;
 
 #define INSTRUCTION_SET(NAME)                                \
-    static const instruction_set NAME = {                    \
+    {                                                        \
         #NAME,                                               \
         {{NAME##_float32_halves, NAME##_float32_pairs},      \
          {NAME##_bfloat16_halves, NAME##_bfloat16_pairs},    \
          {NAME##_float16_halves, NAME##_float16_pairs}},     \
         NAME##_hash,                                         \
         NAME##_unit,                                         \
-    };
-INSTRUCTION_SET(generic)
+    }
 
-static const instruction_set *isa(void) { return &generic; }
+static const instruction_set instruction_sets[] = { /* best first */
+#if defined(VECTOR) && defined(__x86_64__)
+    INSTRUCTION_SET(avx512),
+    INSTRUCTION_SET(avx2),
+#elif defined(VECTOR)
+    INSTRUCTION_SET(neon),
+#endif
+    INSTRUCTION_SET(generic),
+};
+enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };
+
+static int machine_has(const char *name) {
+#if defined(VECTOR) && defined(__x86_64__)
+    unsigned a, b, c = 0, d;
+    int avx2 = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (!strcmp(name, "avx2")) return avx2;
+    if (!strcmp(name, "avx512"))
+        return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    (void)name;
+    return 1;
+}
+
+/* The best that the machine has, or the one that LIVE_ROPE_ISA names where the machine has it; decided once. */
+static const instruction_set *isa(void) {
+    static int64_t chosen = -1;
+    int64_t choice = LOAD(&chosen);
+    if (choice >= 0) return &instruction_sets[choice];
+    const char *wanted = getenv("LIVE_ROPE_ISA");
+    for (int i = INSTRUCTION_SETS - 1; i >= 0; i--) {
+        if (!machine_has(instruction_sets[i].name)) continue;
+        choice = i;
+        if (wanted && !strcmp(wanted, instruction_sets[i].name)) break;
+    }
+    STORE(&chosen, choice);
+    return &instruction_sets[choice];
+}
 
 /* ---- Work shared by threads: each takes the next piece until none is left, so any number of them will do. ---- */
 
