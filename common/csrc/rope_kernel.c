@@ -10,7 +10,8 @@
 #define FETCH_ADD(p, n) __atomic_fetch_add(p, n, __ATOMIC_RELAXED)
 #define LOAD(p) __atomic_load_n(p, __ATOMIC_RELAXED)
 #define STORE(p, v) __atomic_store_n(p, v, __ATOMIC_RELAXED)
-#define LIKELY_ALIGNED __attribute__((aligned(64)))
+#define CACHE_ALIGNED __attribute__((aligned(64)))
+#define PREFETCH(p) __builtin_prefetch(p)
 #else /* one thread, so plain accesses are atomic enough */
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -20,7 +21,8 @@
 static int64_t FETCH_ADD(int64_t *p, int64_t n) { int64_t old = *p; *p += n; return old; }
 #define LOAD(p) (*(p))
 #define STORE(p, v) (*(p) = (v))
-#define LIKELY_ALIGNED
+#define CACHE_ALIGNED
+#define PREFETCH(p) ((void)(p))
 #endif
 
 /* GOMP_parallel's signature, so that torch's own pool can be handed in. */
@@ -56,8 +58,9 @@ typedef struct {
 enum { OK = 0, BAD_POSITION = 1, BAD_ROW = 2, BAD_ARGUMENT = 3 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { MAX_AXES = 8 };
-enum { TILE = 16 };   /* tokens whose rows are held at hand while all their heads are rotated */
-enum { CHUNK = 128 }; /* pairs of a row held at hand; wider rows go in several rounds */
+enum { CHUNK = 128 };  /* pairs of a row rotated in one round; wider rows take several */
+enum { AT_HAND = 8192 }; /* floats of rows held at hand, in the first-level cache, while all heads of their tokens are rotated */
+enum { STREAMS = 2 };  /* heads that go along together where each head's tokens are a stretch of memory of its own */
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -94,22 +97,22 @@ static uint16_t put_float16(double x) {
     return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1)) >> 13);
 }
 
-/* A run: `n` vectors, `x_step` bytes apart, with rows (cos, and CHUNK floats on, sin) `row_step` floats apart:
- * the heads of one token (row_step 0) or the tokens of one head. `half` is how far apart neox's partners are. */
-#define RUN_ARGUMENTS                                                                                         \
-    const char *in, char *out, int64_t in_step, int64_t out_step, int64_t n, const float *row, int64_t row_step, \
+/* A run: `heads` vectors of one token, steps in bytes, and the cos and sin of `pairs` pairs. `half` is how far apart
+ * neox's partners are. */
+#define RUN_ARGUMENTS                                                                                          \
+    const char *in, char *out, int64_t in_step, int64_t out_step, int64_t heads, const float *cos, const float *sin, \
         int64_t pairs, int64_t half
 typedef void (*run_fn)(RUN_ARGUMENTS);
 
 #define GENERIC_RUN(NAME, TYPE, DTYPE, X, Y)                                             \
     static void NAME(RUN_ARGUMENTS) {                                                    \
         (void)half;                                                                      \
-        for (int64_t i = 0; i < n; i++, in += in_step, out += out_step, row += row_step) { \
+        for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) { \
             const TYPE *from = (const TYPE *)in;                                         \
             TYPE *to = (TYPE *)out;                                                      \
             for (int64_t j = 0; j < pairs; j++) {                                        \
                 double x = get_##DTYPE(from[X]), y = get_##DTYPE(from[Y]);               \
-                double c = row[j], s = row[CHUNK + j];                                   \
+                double c = cos[j], s = sin[j];                                           \
                 to[X] = put_##DTYPE(x * c - y * s);                                      \
                 to[Y] = put_##DTYPE(y * c + x * s);                                      \
             }                                                                            \
@@ -168,25 +171,25 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
     VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1)                                                        \
     VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, pairs, 2)
 #define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD)                                                \
-    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *row, int64_t half, int n) { \
+    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *cos, const float *sin, int64_t half, int n) { \
         ISA##_##DTYPE x, y;                                                                                     \
         ISA##_get_##STYLE##_##DTYPE(from, half, n, &x, &y);                                                     \
-        ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(row, n), ISA##_row_##DTYPE(row + CHUNK, n));             \
+        ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(cos, n), ISA##_row_##DTYPE(sin, n));             \
         ISA##_put_##STYLE##_##DTYPE(to, half, n, x, y);                                                         \
     }                                                                                                           \
     ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                           \
-        for (int64_t i = 0; i < n; i++, in += in_step, out += out_step, row += row_step) {                      \
+        for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) {                      \
             const TYPE *from = (const TYPE *)in;                                                                \
             TYPE *to = (TYPE *)out;                                                                             \
             int64_t j = 0;                                                                                      \
             for (; j + WIDTH <= pairs; j += WIDTH)                                                              \
-                ISA##_##DTYPE##_##STYLE##_step(from + SPREAD * j, to + SPREAD * j, row + j, half, WIDTH);       \
-            if (j < pairs) REST(ISA, DTYPE, STYLE, from + SPREAD * j, to + SPREAD * j, row + j, half, pairs - j); \
+                ISA##_##DTYPE##_##STYLE##_step(from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, WIDTH);       \
+            if (j < pairs) REST(ISA, DTYPE, STYLE, from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, pairs - j); \
         }                                                                                                       \
     }
-#define REST_MASKED(ISA, DTYPE, STYLE, FROM, TO, ROW, HALF, N) ISA##_##DTYPE##_##STYLE##_step(FROM, TO, ROW, HALF, (int)(N))
-#define REST_GENERIC(ISA, DTYPE, STYLE, FROM, TO, ROW, HALF, N) \
-    generic_##DTYPE##_##STYLE((const char *)(FROM), (char *)(TO), 0, 0, 1, ROW, 0, N, HALF)
+#define REST_MASKED(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) ISA##_##DTYPE##_##STYLE##_step(FROM, TO, COS, SIN, HALF, (int)(N))
+#define REST_GENERIC(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) \
+    generic_##DTYPE##_##STYLE((const char *)(FROM), (char *)(TO), 0, 0, 1, COS, SIN, N, HALF)
 
 /* The 16-bit styles in terms of get, put (contiguous values) and unzip, zip (pairs). */
 #define SPLIT_STYLES(ISA, DTYPE)                                                                                \
@@ -657,7 +660,7 @@ static void *thread_main(void *data) { work(data); return NULL; }
 
 /* Runs the job on at most `threads` threads, fewer where `bytes` of work would not pay for them. */
 static void share(job *todo, int threads, int64_t bytes, rope_parallel_fn parallel) {
-    int64_t worth = bytes / (parallel ? 1 << 16 : 1 << 21);
+    int64_t worth = bytes / (parallel ? 1 << 17 : 1 << 21);
     threads = (int)smaller(threads, smaller(worth, 64));
     todo->next = 0;
     todo->step = todo->total / (8 * (int64_t)threads + 1) + 1;
@@ -777,7 +780,7 @@ static void gather_row(const rope_call *call, int64_t b, int64_t s, int64_t firs
         }
         int64_t at = position_of(call, axis, b, s);
         copy_floats(row + i, call->cos + at * call->cos_stride + first + i, n, 0);
-        copy_floats(row + CHUNK + i, call->sin + at * call->sin_stride + first + i, n, call->inverse != 0);
+        copy_floats(row + pairs + i, call->sin + at * call->sin_stride + first + i, n, call->inverse != 0);
     }
 }
 
@@ -802,17 +805,23 @@ static side side_at(const rope_call *call, int key, int64_t b, int64_t s) {
     return at;
 }
 
-/* Where the tokens of one head lie closer together than the heads of one token ([B, H, S, D] in memory), each head
- * goes through the whole tile before the next. */
-static void rotate_side(side at, int64_t tokens, run_fn run, const float *rows, int64_t offset, int64_t pairs, int64_t half) {
-    at.in += offset;
-    at.out += offset;
-    if (at.in_head > at.in_seq) {
-        for (int64_t h = 0; h < at.heads; h++)
-            run(at.in + h * at.in_head, at.out + h * at.out_head, at.in_seq, at.out_seq, tokens, rows, 2 * CHUNK, pairs, half);
-    } else {
-        for (int64_t i = 0; i < tokens; i++)
-            run(at.in + i * at.in_seq, at.out + i * at.out_seq, at.in_head, at.out_head, at.heads, rows + i * 2 * CHUNK, 0, pairs, half);
+/* `rows` holds cos and sin of each token. Where the tokens of a head lie closer together than the heads of a token
+ * ([B, H, S, D] in memory), a few heads go through all the tokens before the next few, so that memory is read in
+ * stretches; the next heads' stretch is fetched meanwhile, which the machine would not foresee. */
+static void rotate_side(side at, int64_t tokens, run_fn run, const float *rows, int64_t offset, int64_t pairs, int64_t half,
+                        int64_t vector_bytes) {
+    const int by_head = at.in_head > at.in_seq;
+    const int64_t together = by_head ? STREAMS : at.heads;
+    for (int64_t h = 0; h < at.heads; h += together) {
+        const int64_t heads = smaller(together, at.heads - h), ahead = by_head ? smaller(together, at.heads - h - heads) : 0;
+        for (int64_t i = 0; i < tokens; i++) {
+            const char *in = at.in + h * at.in_head + i * at.in_seq;
+            char *out = at.out + h * at.out_head + i * at.out_seq;
+            const float *cos = rows + i * 2 * pairs;
+            for (int64_t next = heads; next < heads + ahead; next++)
+                for (int64_t byte = 0; byte < vector_bytes; byte += 64) PREFETCH(in + next * at.in_head + byte);
+            run(in + offset, out + offset, at.in_head, at.out_head, heads, cos, cos + pairs, pairs, half);
+        }
     }
 }
 
@@ -828,14 +837,15 @@ static void rotate_piece(job *todo, int64_t begin, int64_t end) {
     const rope_call *call = todo->call;
     const run_fn run = todo->isa->run[call->dtype][call->interleaved != 0];
     const int64_t size = element_size(call), half = call->rotary_dim / 2;
-    LIKELY_ALIGNED float rows[TILE][2 * CHUNK];
+    const int64_t tile = AT_HAND / (2 * smaller(half + 1, CHUNK));
+    CACHE_ALIGNED float rows[AT_HAND];
     for (int64_t t = begin, n; t < end; t += n) {
         int64_t b = t / call->seq, s = t % call->seq;
-        n = smaller(smaller(TILE, end - t), call->seq - s);
+        n = smaller(smaller(tile, end - t), call->seq - s);
         for (int64_t first = 0; first < half; first += CHUNK) {
             int64_t pairs = smaller(CHUNK, half - first), offset = (call->interleaved ? 2 * first : first) * size;
-            for (int64_t i = 0; i < n; i++) gather_row(call, b, s + i, first, pairs, rows[i]);
-            for (int key = 0; key < 2; key++) rotate_side(side_at(call, key, b, s), n, run, rows[0], offset, pairs, half);
+            for (int64_t i = 0; i < n; i++) gather_row(call, b, s + i, first, pairs, rows + i * 2 * pairs);
+            for (int key = 0; key < 2; key++) rotate_side(side_at(call, key, b, s), n, run, rows, offset, pairs, half, 2 * half * size);
         }
         for (int key = 0; key < 2; key++)
             copy_rest(side_at(call, key, b, s), n, call->rotary_dim * size, (call->head_dim - call->rotary_dim) * size);
