@@ -1,0 +1,6 @@
+"""Rotary position embeddings of the LLM subsystem."""
+
+from srt.layers.rotary_embedding.base import RotaryEmbedding
+from srt.layers.rotary_embedding.factory import _ROPE_DICT, _get_live_rope_cache_entry, get_rope
+
+__all__ = ["_ROPE_DICT", "RotaryEmbedding", "_get_live_rope_cache_entry", "get_rope"]

@@ -1,0 +1,167 @@
+"""The live module that holds one cos/sin table: derives it, grows it, rotates with it. Both subsystems build on it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from common import cache_liveness, rope_frequencies
+from common.cache_liveness import DeadBufferError, LiveBuffers
+from common.rope_frequencies import RopeSpec, cos_sin_table
+from common.rope_kernel import DeadRowError, PositionError, register_live, rotate, row_checks
+
+EXACT_POSITIONS = 1 << 24  # float32 holds every integer up to here; a table beyond would repeat rows
+_ATTEMPTS = 4  # a second owner may break the table again between healing and rotating
+
+
+class RopeTable(LiveBuffers):
+    """Rotary position embedding by a table of cos and sin, shared by all that ask for the same numbers.
+
+    Buffer ``cos_sin_cache``: float32 ``[rows, rotary_dim]``, row ``p`` is ``cos(p * inv_freq) * scale`` in the first
+    half and ``sin(p * inv_freq) * scale`` in the second, bit for bit as Hugging Face computes them on a CPU. It
+    begins with ``min(max_position, table limit)`` rows and grows when a position asks for it.
+
+    Args:
+        spec: the validated numbers of the rope type.
+        head_size: elements of a head; those from ``rotary_dim`` on pass unrotated.
+        is_neox_style: rotate pairs ``(i, i + rotary_dim/2)`` as GPT-NeoX does, else ``(2i, 2i+1)`` as GPT-J does.
+        pair_axes: for positions of several axes (mRoPE), the axis that each of the ``rotary_dim/2`` pairs takes.
+    """
+
+    def __init__(
+        self,
+        spec: RopeSpec,
+        head_size: int,
+        is_neox_style: bool,
+        *,
+        pair_axes: tuple[int, ...] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.head_size = head_size
+        self.rotary_dim = spec.rotary_dim
+        self.is_neox_style = is_neox_style
+        self.pair_axes = None if pair_axes is None else tuple(pair_axes)
+        self._rows = rope_frequencies.table_rows(spec)
+        inv_freq, scale = cache_liveness.born_clean(spec.frequencies)
+        self._values_key = (tuple(inv_freq.tolist()), scale)
+        self._prepare()
+        self.build_buffers(device)
+
+    def _prepare(self) -> None:
+        """What belongs to this object and not to its arguments."""
+        self._handle = register_live(self)
+        self._pair_axis = (
+            None
+            if self.pair_axes is None
+            else cache_liveness.born_clean(lambda: torch.tensor(self.pair_axes, dtype=torch.uint8, device="cpu"))
+        )
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        for name in ("_handle", "_pair_axis"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._prepare()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {"cos_sin_cache": (self._rows, self.rotary_dim)}
+
+    def derivation(self) -> Hashable:
+        return ("cos_sin_cache", self._rows, *self._values_key)
+
+    def derive(self) -> dict[str, Tensor]:
+        inv_freq, scale = self.spec.frequencies()
+        return {"cos_sin_cache": cos_sin_table(inv_freq, scale, self._rows)}
+
+    def checksum(self, tensor: Tensor) -> Tensor:
+        return row_checks(tensor)
+
+    # growing
+
+    def reserve(self, rows: int) -> None:
+        """Make room for positions below ``rows`` now: before a graph is captured, or a loop must not pause.
+
+        Raises:
+            IndexError: the rope type's values depend on the table's length, or positions are no longer exact.
+        """
+        if rows <= self._rows:
+            return
+        spec, last = self.spec, rows - 1
+        full = rope_frequencies.full_rows(spec)
+        if last >= full and not spec.grows:
+            raise IndexError(f"position {last} is beyond the {full} positions of this {spec.rope_type!r} rope")
+        if last >= EXACT_POSITIONS:
+            raise IndexError(f"position {last} is beyond {EXACT_POSITIONS}, up to which float32 holds every position")
+        with cache_liveness._LOCK:
+            if rows > self._rows:
+                self._rows = rows
+                self._shapes = self.shapes()
+                buffer = self._buffers.get("cos_sin_cache")
+                self._place(buffer.device if isinstance(buffer, Tensor) else torch.device("cpu"))
+
+    def _cover(self, positions: Tensor, error: PositionError) -> None:
+        """Grow the table over ``positions``, geometrically; IndexError where that cannot be."""
+        if error.position < 0:
+            raise IndexError(f"position {error.position} is negative")
+        need = int(positions.max()) + 1
+        if need <= self._rows:  # grown meanwhile, or the caller's table was reshaped: live() looks at it again
+            return
+        full = rope_frequencies.full_rows(self.spec)
+        wanted = max(need, 2 * self._rows)
+        self.reserve(need if need > full else min(wanted, full))
+
+    # rotating
+
+    def rotate_now(
+        self,
+        positions: Tensor | None,
+        query: Tensor,
+        key: Tensor | None,
+        *,
+        inplace: bool = False,
+        inverse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rotate ``query`` and ``key``, ``[tokens, heads, head_size]`` or ``[batch, seq, heads, head_size]``, by a
+        table that was checked, healed and grown as needed before anything is written."""
+        device = query.device
+        if device.type == "meta":
+            empty = torch.empty_like
+            return (query, key) if inplace else (empty(query), None if key is None else empty(key))
+        for _ in range(_ATTEMPTS):
+            table = self.live("cos_sin_cache", device)
+            try:
+                return rotate(
+                    query,
+                    key,
+                    positions,
+                    table,
+                    is_neox_style=self.is_neox_style,
+                    pair_axis=self._pair_axis,
+                    inverse=inverse,
+                    inplace=inplace,
+                    row_checks=self._checks.get("cos_sin_cache"),
+                )
+            except PositionError as error:
+                self._cover(positions, error)
+            except DeadRowError:
+                # the rows just read were wrong though nothing left a trace: look at every value
+                at_fault = self.fault(verify=True)
+                if at_fault is not None:
+                    self.heal(*at_fault)
+        raise DeadBufferError(
+            f"cos_sin_cache of {type(self).__name__} was wrong again after each of {_ATTEMPTS} rebuilds: "
+            "another owner keeps overwriting it; give that owner a module of its own"
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.spec.rope_type}, head_size={self.head_size}, rotary_dim={self.rotary_dim}, base={self.spec.base}, "
+            f"max_position={self.spec.max_position}, is_neox_style={self.is_neox_style}"
+        )

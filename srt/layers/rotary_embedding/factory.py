@@ -1,0 +1,61 @@
+"""get_rope and its siblings: arguments -> validated key -> the shared live module."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.cache_liveness import LiveCache, get_live_entry, get_or_build
+from common.rope_frequencies import check_dtype, normalize_rope
+from srt.layers.rotary_embedding.base import RotaryEmbedding
+
+_ROPE_DICT = LiveCache("srt.rope")
+
+
+def _get_live_rope_cache_entry(key: tuple, cache: MutableMapping | None = None) -> nn.Module | None:
+    """The cached module for ``key`` if it is alive and right; a dead one is dropped with one warning."""
+    return get_live_entry(_ROPE_DICT if cache is None else cache, key)
+
+
+def get_rope(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    dual_chunk_attention_config: dict[str, Any] | None = None,
+    *,
+    cache: MutableMapping | None = None,
+) -> RotaryEmbedding:
+    """The rotary layer for these numbers, shared with all that ask for the same.
+
+    Args:
+        head_size: elements of a head.
+        rotary_dim: how many of them are rotated, before ``partial_rotary_factor``; even.
+        max_position: positions that the model is made for (``max_position_embeddings``).
+        base: theta (``rope_theta``).
+        is_neox_style: pairs ``(i, i + rotary_dim/2)`` as GPT-NeoX; else ``(2i, 2i+1)`` as GPT-J.
+        rope_scaling: the rope type (``rope_type``, or ``type`` as older configs spell it) and its parameters.
+        dtype: the model's dtype, the default dtype if None. The table is float32 whatever it is.
+        partial_rotary_factor: below 1, ``rotary_dim`` is multiplied by it.
+        dual_chunk_attention_config: ``chunk_size`` and ``local_size`` of dual chunk attention (Qwen2.5-1M).
+        cache: a mapping of the caller's to share in, instead of the process-wide ``_ROPE_DICT``.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; the message names it, its value and what was expected. Nothing
+            is cached then.
+    """
+    dtype = check_dtype(dtype)
+    spec = normalize_rope(head_size, rotary_dim, max_position, base, rope_scaling, partial_rotary_factor)
+    key = (head_size, spec, is_neox_style, dtype)
+
+    def build() -> RotaryEmbedding:
+        return RotaryEmbedding(head_size, rotary_dim, max_position, base, is_neox_style, dtype, spec=spec)
+
+    return get_or_build(_ROPE_DICT if cache is None else cache, key, build)
