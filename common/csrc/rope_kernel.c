@@ -58,6 +58,7 @@ typedef struct {
 enum { OK = 0, BAD_POSITION = 1, BAD_ROW = 2, BAD_ARGUMENT = 3 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { MAX_AXES = 8 };
+enum { MOST_THREADS = 64 }; /* of our own */
 enum { CHUNK = 128 };  /* pairs of a row rotated in one round; wider rows take several */
 enum { AT_HAND = 8192 }; /* floats of rows held at hand, in the first-level cache, while all heads of their tokens are rotated */
 enum { STREAMS = 2 };  /* heads that go along together where each head's tokens are a stretch of memory of its own */
@@ -312,13 +313,16 @@ avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_
     const __m512i unit = _mm512_set1_epi32((int)(2 * 0x9E3779B1u)), step = _mm512_slli_epi32(unit, 4);
     __m512i weight = _mm512_add_epi32(_mm512_mullo_epi32(places, unit), _mm512_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
     __m512i sum = _mm512_setzero_si512();
+    uint32_t sums[16], total = 0;
     int64_t i = 0;
     for (; i + 16 <= n; i += 16, weight = _mm512_add_epi32(weight, step)) {
         __m512i word = _mm512_loadu_si512(words + i);
         word = _mm512_xor_si512(word, _mm512_srli_epi32(word, 15));
         sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(word, weight));
     }
-    return (uint32_t)_mm512_reduce_add_epi32(sum) + generic_hash(words + i, n - i, first + (uint32_t)i);
+    _mm512_storeu_si512(sums, sum);
+    for (int lane = 0; lane < 16; lane++) total += sums[lane];
+    return total + generic_hash(words + i, n - i, first + (uint32_t)i);
 }
 
 avx512_TARGET static int avx512_unit(const float *cos, const float *sin, int64_t n, float low, float high) {
@@ -658,20 +662,20 @@ static void work(void *data) {
 static void *thread_main(void *data) { work(data); return NULL; }
 #endif
 
-/* Runs the job on at most `threads` threads, fewer where `bytes` of work would not pay for them. */
+/* Runs the job on at most `threads` threads, where its `bytes` pay for them. A pool handed in is asked for all of them
+ * or not at all: GOMP's ends and restarts its threads whenever the number changes, which torch would pay for. */
 static void share(job *todo, int threads, int64_t bytes, rope_parallel_fn parallel) {
-    int64_t worth = bytes / (parallel ? 1 << 17 : 1 << 21);
-    threads = (int)smaller(threads, smaller(worth, 64));
+    if (!parallel) threads = (int)smaller(threads, smaller(bytes >> 21, MOST_THREADS));
+    int64_t pieces = threads < 2 || bytes < 1 << 18 ? 1 : smaller(8 * (int64_t)threads, bytes >> 15);
     todo->next = 0;
-    todo->step = todo->total / (8 * (int64_t)threads + 1) + 1;
-    if (threads < 2) {
-        todo->step = todo->total;
+    todo->step = (todo->total + pieces - 1) / pieces;
+    if (pieces == 1) {
         work(todo);
     } else if (parallel) {
         parallel(work, todo, (unsigned)threads, 0);
     } else {
 #if defined(__GNUC__)
-        pthread_t others[63];
+        pthread_t others[MOST_THREADS];
         int started = 0;
         while (started < threads - 1 && pthread_create(&others[started], NULL, thread_main, todo) == 0) started++;
         work(todo);
@@ -760,28 +764,25 @@ static int check_call(job *todo) {
 
 /* ---- The rotation. ---- */
 
-static void copy_floats(float *to, const float *from, int64_t n, uint32_t sign) {
-    if (!sign) {
-        memcpy(to, from, (size_t)n * sizeof *to);
-        return;
+/* cos and sin of pairs [first, first + pairs) of a token, the pairs' own axes minded. */
+static void gather_row(const rope_call *call, int64_t b, int64_t s, int64_t first, int64_t pairs, float *cos, float *sin) {
+    const float *from_cos[MAX_AXES], *from_sin[MAX_AXES];
+    for (int axis = 0; axis < call->axes; axis++) {
+        int64_t row = position_of(call, axis, b, s);
+        from_cos[axis] = call->cos + row * call->cos_stride + first;
+        from_sin[axis] = call->sin + row * call->sin_stride + first;
     }
-    for (int64_t i = 0; i < n; i++) to[i] = -from[i];
-}
-
-/* Pairs [first, first + pairs) of a token's row; from several rows where the pairs have axes of their own. */
-static void gather_row(const rope_call *call, int64_t b, int64_t s, int64_t first, int64_t pairs, float *row) {
-    for (int64_t i = 0, n; i < pairs; i += n) {
-        int axis = 0;
-        n = pairs;
-        if (call->pair_axis) {
-            const uint8_t *axes = call->pair_axis + first;
-            axis = axes[i];
-            for (n = 1; i + n < pairs && axes[i + n] == axis;) n++;
+    if (!call->pair_axis) {
+        memcpy(cos, from_cos[0], (size_t)pairs * sizeof *cos);
+        memcpy(sin, from_sin[0], (size_t)pairs * sizeof *sin);
+    } else {
+        const uint8_t *axis = call->pair_axis + first;
+        for (int64_t i = 0; i < pairs; i++) {
+            cos[i] = from_cos[axis[i]][i];
+            sin[i] = from_sin[axis[i]][i];
         }
-        int64_t at = position_of(call, axis, b, s);
-        copy_floats(row + i, call->cos + at * call->cos_stride + first + i, n, 0);
-        copy_floats(row + pairs + i, call->sin + at * call->sin_stride + first + i, n, call->inverse != 0);
     }
+    for (int64_t i = 0; call->inverse && i < pairs; i++) sin[i] = -sin[i];
 }
 
 static int64_t element_size(const rope_call *call) { return call->dtype == FLOAT32 ? 4 : 2; }
@@ -844,7 +845,7 @@ static void rotate_piece(job *todo, int64_t begin, int64_t end) {
         n = smaller(smaller(tile, end - t), call->seq - s);
         for (int64_t first = 0; first < half; first += CHUNK) {
             int64_t pairs = smaller(CHUNK, half - first), offset = (call->interleaved ? 2 * first : first) * size;
-            for (int64_t i = 0; i < n; i++) gather_row(call, b, s + i, first, pairs, rows + i * 2 * pairs);
+            for (int64_t i = 0; i < n; i++) gather_row(call, b, s + i, first, pairs, rows + 2 * i * pairs, rows + (2 * i + 1) * pairs);
             for (int key = 0; key < 2; key++) rotate_side(side_at(call, key, b, s), n, run, rows, offset, pairs, half, 2 * half * size);
         }
         for (int key = 0; key < 2; key++)
