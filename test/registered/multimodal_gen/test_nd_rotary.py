@@ -18,7 +18,7 @@ from multimodal_gen.runtime.layers.rotary_embedding.nd import (
 
 register_cpu_ci(est_time=20, suite="base-a-test-cpu")
 
-FLUX = dict(rope_dim_list=[16, 56, 56], rope_theta=10000)
+FLUX = {"rope_dim_list": [16, 56, 56], "rope_theta": 10000}
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +149,7 @@ def test_even_the_cached_tensors_may_be_ruined(kill):
     module = NDRotaryEmbedding(**FLUX)
     held = module.forward_from_grid((4, 4, 4))
     want = [t.clone() for t in held]
-    for _, tensors in GRIDS.items():
+    for _, tensors in GRIDS.entries():
         for tensor in tensors:
             kill(tensor)
     assert all(torch.equal(a, b) for a, b in zip(module.forward_from_grid((4, 4, 4)), want))

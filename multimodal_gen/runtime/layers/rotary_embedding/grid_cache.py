@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +45,16 @@ def traced() -> bool:
 def table_device(device: torch.device) -> torch.device:
     """Where per-axis tables are computed: on the CPU, for the same bits everywhere, but in place inside a trace."""
     return device if traced() else torch.device("cpu")
+
+
+def cleanly(build: Callable[..., Any], *args: Any) -> Any:
+    """``build(*args)`` with the same result whatever surrounds the caller; inside a trace it is traced."""
+    if traced():
+        return build(*args)
+    if not _quiet():
+        return born_clean(build, *args)
+    with torch.no_grad():
+        return build(*args)
 
 
 class _Entry(NamedTuple):
@@ -92,8 +102,10 @@ class GridCache:
         self, form: Callable[..., tuple[Tensor, ...]], *args: Hashable, device: torch.device
     ) -> tuple[Tensor, ...]:
         """``form(*args, device)``, a pure function of hashable arguments, which are the key."""
-        if traced() or device.type == "meta":
+        if traced():
             return form(*args, device)
+        if device.type == "meta":
+            return cleanly(form, *args, device)
         return self._get((form, args, device), lambda: form(*args, device))
 
     def at_positions(
@@ -104,7 +116,7 @@ class GridCache:
         Not cached where reading that content would make the device wait: anywhere but on the CPU.
         """
         if traced() or positions.device.type != "cpu":
-            return form(positions, *args)
+            return cleanly(form, positions, *args)
         key = (form, args, self._token(positions), positions.device)
         return self._get(key, lambda: form(positions, *args))
 
@@ -129,8 +141,7 @@ class GridCache:
                     self.drops += 1
                 self.misses += 1
             started = time.perf_counter()
-            with torch.no_grad():
-                tensors = build() if _quiet() else born_clean(build)
+            tensors = cleanly(build)
             self.build_seconds += time.perf_counter() - started
             sizes = [t.untyped_storage().nbytes() for t in tensors]
             entry = _Entry(tensors, tuple((t._version, size) for t, size in zip(tensors, sizes)), sum(sizes))
@@ -170,7 +181,7 @@ class GridCache:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def items(self) -> list[tuple[Hashable, tuple[Tensor, ...]]]:
+    def entries(self) -> list[tuple[Hashable, tuple[Tensor, ...]]]:
         """The keys and the cached tensors themselves: for reports and tests, not for use."""
         with self._lock:
             return [(key, entry.tensors) for key, entry in self._entries.items()]

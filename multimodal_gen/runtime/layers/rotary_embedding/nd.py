@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from common.cache_liveness import born_clean
-
-from .grid_cache import GRIDS, empty_result, table_device, traced
+from .grid_cache import GRIDS, cleanly, empty_result, table_device, traced
 from .sharding import rank_and_size, shard_bounds
 
 HALVES = "halves"  # one column per pair:                     c0 c1 c2 ...
@@ -41,12 +39,14 @@ def fill_grid(shape: Sequence[int], columns: Sequence[Columns], device: torch.de
     """
     width = sum(part.values.shape[1] for part in columns)
     out = empty_result((*shape, width), columns[0].values.dtype, device)
-    _fill(out, [part._replace(values=part.values.to(device)) for part in columns])
+    fill_into(out, [part._replace(values=part.values.to(device)) for part in columns])
     return out
 
 
-def _fill(out: Tensor, columns: Sequence[Columns]) -> None:
-    """Columns that ignore the first axis are filled for one of its positions and then copied to all: long runs of
+def fill_into(out: Tensor, columns: Sequence[Columns]) -> None:
+    """Fill ``out`` ``[*shape, sum of widths]`` (any strides) from columns on its device.
+
+    Columns that ignore the first axis are filled for one of its positions and then copied to all: long runs of
     memory instead of short ones."""
     at = 0
     start = 0
@@ -60,7 +60,7 @@ def _fill(out: Tensor, columns: Sequence[Columns]) -> None:
         target = out[..., at : at + width]
         if len(run) > 1:
             plane = torch.empty(target.shape[1:], dtype=out.dtype, device=out.device)
-            _fill(plane, [part._replace(axis=part.axis - 1) for part in run])
+            fill_into(plane, [part._replace(axis=part.axis - 1) for part in run])
             target.copy_(plane)
         else:
             axis, values = run[0]
@@ -102,7 +102,7 @@ def complex_grid(angles: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
     """The different values among ``positions`` ``[S]`` and the index of each position among them."""
-    if positions.numel() and not positions.is_floating_point() or bool(positions.isfinite().all()):
+    if not positions.is_floating_point() or bool(positions.isfinite().all()):
         low, high = (bound.item() for bound in torch.aminmax(positions))
         if high - low < 2 * positions.numel() + 256 and low == int(low):
             index = (positions - low).to(torch.int64)
@@ -157,11 +157,22 @@ def _axis_angles(spec: tuple, positions: Tensor) -> Tensor:
     return torch.outer(positions.to(dtype) * interpolation, frequencies)
 
 
-def _nd_grid(specs: tuple, spans: tuple, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _nd_grid(specs: tuple, span: tuple, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    size, shard_dim, start, rank, world_size = span
+    sizes = (size,) * len(specs) if isinstance(size, int) else size
+    if len(sizes) != len(specs):
+        raise ValueError(f"grid_size must be one number or {len(specs)}, got {size}")
+    for size in sizes:
+        _positive("grid_size", size)
+    if not -len(specs) <= shard_dim < len(specs):
+        raise ValueError(f"shard_dim must be an axis of {len(specs)}, got {shard_dim}")
+    spans = [(0, size) for size in sizes]
+    spans[shard_dim] = shard_bounds(sizes[shard_dim], rank, world_size)
+    spans[0] = (spans[0][0] + start, spans[0][1] + start)
     home = table_device(device)
     angles = [
-        _axis_angles(spec, torch.arange(start, stop, dtype=spec[-1], device=home))
-        for spec, (start, stop) in zip(specs, spans)
+        _axis_angles(spec, torch.arange(first, last, dtype=spec[-1], device=home))
+        for spec, (first, last) in zip(specs, spans)
     ]
     return cos_sin_grid(angles, layout, device)
 
@@ -211,7 +222,7 @@ def get_1d_rotary_pos_embed(
         angles = _axis_angles(spec, pos.to(table_device(device)) if pos.device.type != "meta" else pos)
         return angles.cos().to(device), angles.sin().to(device)
 
-    return build() if traced() else born_clean(build)
+    return cleanly(build)
 
 
 class OneDRotaryEmbedding(nn.Module):
@@ -249,9 +260,9 @@ class OneDRotaryEmbedding(nn.Module):
 
     def forward_from_grid(self, seq_len: int, start_pos: int, device_str: str | torch.device) -> tuple[Tensor, Tensor]:
         """cos and sin at positions ``start_pos .. start_pos + seq_len - 1``."""
-        _positive("seq_len", seq_len)
-        spans = ((start_pos, start_pos + seq_len),)
-        return GRIDS.grid(_nd_grid, self._specs, spans, self._layout, device=resolve(device_str))
+        return GRIDS.grid(
+            _nd_grid, self._specs, (seq_len, 0, start_pos, 0, 1), self._layout, device=resolve(device_str)
+        )
 
 
 class NDRotaryEmbedding(nn.Module):
@@ -299,9 +310,7 @@ class NDRotaryEmbedding(nn.Module):
 
     def forward_uncached(self, pos: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`forward`, computed anew."""
-        positions = self._checked(pos)
-        arguments = (self._checked(pos), self._specs, self._layout)
-        return _nd_positions(*arguments) if traced() else born_clean(_nd_positions, *arguments)
+        return cleanly(_nd_positions, self._checked(pos), self._specs, self._layout)
 
     def _checked(self, positions: Tensor) -> Tensor:
         if positions.ndim != 2 or positions.shape[1] != self.ndim:
@@ -323,23 +332,19 @@ class NDRotaryEmbedding(nn.Module):
                 sizes are cut as `torch.tensor_split` does.
             start_frame: first position on axis 0.
         """
-        sizes = (grid_size,) * self.ndim if isinstance(grid_size, int) else tuple(grid_size)
-        if len(sizes) != self.ndim:
-            raise ValueError(f"grid_size must be a number or {self.ndim} numbers, got {grid_size}")
-        for size in sizes:
-            _positive("grid_size", size)
-        if not -self.ndim <= shard_dim < self.ndim:
-            raise ValueError(f"shard_dim must be an axis of {self.ndim}, got {shard_dim}")
-        spans = [(0, size) for size in sizes]
-        rank, world_size = rank_and_size()
-        spans[shard_dim] = shard_bounds(sizes[shard_dim], rank, world_size)
-        spans[0] = (spans[0][0] + start_frame, spans[0][1] + start_frame)
-        return GRIDS.grid(_nd_grid, self._specs, tuple(spans), self._layout, device=resolve(device))
+        size = grid_size if isinstance(grid_size, (int, tuple)) else tuple(grid_size)
+        span = (size, shard_dim, start_frame, *rank_and_size())
+        return GRIDS.grid(_nd_grid, self._specs, span, self._layout, device=resolve(device))
+
+
+_CPU = torch.device("cpu")
 
 
 def resolve(device: torch.device | str | None) -> torch.device:
     """``device`` with the index that "cuda" leaves out; CPU for None."""
-    device = torch.device("cpu" if device is None else device)
+    if device is None or device == "cpu":
+        return _CPU
+    device = torch.device(device)
     if device.index is None and device.type not in ("cpu", "meta"):
         device = torch.device(device.type, getattr(torch, device.type).current_device())
     return device
