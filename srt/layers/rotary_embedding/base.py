@@ -109,6 +109,8 @@ def split_heads(tensor: Tensor, tokens: int, head_size: int, name: str) -> Tenso
             f"{name} has shape {tuple(tensor.shape)}; expected [tokens, heads * {head_size}], [tokens, heads, "
             f"{head_size}], [batch, seq, heads * {head_size}] or [batch, seq, heads, {head_size}]"
         )
-    if dim == 2 or (dim == 3 and (last != head_size or (tensor.shape[0] != tokens and tensor.shape[0] * tensor.shape[1] == tokens))):
+    if dim == 2 or (
+        dim == 3 and (last != head_size or (tensor.shape[0] != tokens and tensor.shape[0] * tensor.shape[1] == tokens))
+    ):
         return tensor.unflatten(-1, (last // head_size, head_size))
     return tensor
