@@ -43,8 +43,9 @@ def traced() -> bool:
 
 
 def table_device(device: torch.device) -> torch.device:
-    """Where per-axis tables are computed: on the CPU, for the same bits everywhere, but in place inside a trace."""
-    return device if traced() else torch.device("cpu")
+    """Where per-axis tables are computed: on the CPU, for the same bits everywhere, but in place inside a trace
+    and on meta."""
+    return device if traced() or device.type == "meta" else torch.device("cpu")
 
 
 def cleanly(build: Callable[..., Any], *args: Any) -> Any:
