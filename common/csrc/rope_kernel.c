@@ -18,7 +18,11 @@
 #else
 #define EXPORT
 #endif
-static int64_t FETCH_ADD(int64_t *p, int64_t n) { int64_t old = *p; *p += n; return old; }
+static int64_t FETCH_ADD(int64_t *p, int64_t n) {
+    int64_t old = *p;
+    *p += n;
+    return old;
+}
 #define LOAD(p) (*(p))
 #define STORE(p, v) (*(p) = (v))
 #define CACHE_ALIGNED
@@ -33,7 +37,7 @@ typedef struct {
     int64_t rotary_dim, head_dim; /* R even, R <= D */
     int64_t q_heads, k_heads;
     const void *q;
-    void *q_out; /* == q with equal strides: in place */
+    void *q_out;                          /* == q with equal strides: in place */
     int64_t q_stride[3], q_out_stride[3]; /* batch, seq, head, in elements; the last dimension is contiguous */
     const void *k;
     void *k_out;
@@ -49,9 +53,9 @@ typedef struct {
     int32_t threads; /* upper bound */
     const float *cos, *sin;
     int64_t cos_stride, sin_stride, rows;
-    const int32_t *row_checks; /* [rows] or NULL */
-    double scale;              /* > 0 and no row_checks: each used pair must satisfy c^2 + s^2 = scale^2 */
-    rope_parallel_fn parallel; /* NULL: short-lived threads, for big jobs only */
+    const int32_t *row_checks;       /* [rows] or NULL */
+    double scale;                    /* > 0 and no row_checks: each used pair must satisfy c^2 + s^2 = scale^2 */
+    rope_parallel_fn parallel;       /* NULL: short-lived threads, for big jobs only */
     int64_t bad_position, bad_token; /* out */
 } rope_call;
 
@@ -59,9 +63,9 @@ enum { OK = 0, BAD_POSITION = 1, BAD_ROW = 2, BAD_ARGUMENT = 3 };
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 enum { MAX_AXES = 8 };
 enum { MOST_THREADS = 64 }; /* of our own */
-enum { CHUNK = 128 };  /* pairs of a row rotated in one round; wider rows take several */
-enum { AT_HAND = 8192 }; /* floats of rows held at hand, in the first-level cache, while all heads of their tokens are rotated */
-enum { STREAMS = 2 };  /* heads that go along together where each head's tokens are a stretch of memory of its own */
+enum { CHUNK = 128 };       /* pairs of a row rotated in one round; wider rows take several */
+enum { AT_HAND = 8192 };    /* floats of rows held at hand (in the first-level cache) while their tokens are rotated */
+enum { STREAMS = 2 };       /* heads that go along together where each head's tokens are a stretch of their own */
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -69,8 +73,16 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
  * The float64 products are exact, so their sum is rounded once more and then to the dtype: right under any
  * cancellation. */
 
-static float float_of_bits(uint32_t bits) { float value; memcpy(&value, &bits, 4); return value; }
-static uint32_t bits_of_float(float value) { uint32_t bits; memcpy(&bits, &value, 4); return bits; }
+static float float_of_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static uint32_t bits_of_float(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
 
 static double get_float32(float x) { return x; }
 static float put_float32(double x) { return (float)x; }
@@ -100,24 +112,24 @@ static uint16_t put_float16(double x) {
 
 /* A run: `heads` vectors of one token, steps in bytes, and the cos and sin of `pairs` pairs. `half` is how far apart
  * neox's partners are. */
-#define RUN_ARGUMENTS                                                                                          \
+#define RUN_ARGUMENTS                                                                                                \
     const char *in, char *out, int64_t in_step, int64_t out_step, int64_t heads, const float *cos, const float *sin, \
         int64_t pairs, int64_t half
 typedef void (*run_fn)(RUN_ARGUMENTS);
 
-#define GENERIC_RUN(NAME, TYPE, DTYPE, X, Y)                                             \
-    static void NAME(RUN_ARGUMENTS) {                                                    \
-        (void)half;                                                                      \
+#define GENERIC_RUN(NAME, TYPE, DTYPE, X, Y)                                  \
+    static void NAME(RUN_ARGUMENTS) {                                         \
+        (void)half;                                                           \
         for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) { \
-            const TYPE *from = (const TYPE *)in;                                         \
-            TYPE *to = (TYPE *)out;                                                      \
-            for (int64_t j = 0; j < pairs; j++) {                                        \
-                double x = get_##DTYPE(from[X]), y = get_##DTYPE(from[Y]);               \
-                double c = cos[j], s = sin[j];                                           \
-                to[X] = put_##DTYPE(x * c - y * s);                                      \
-                to[Y] = put_##DTYPE(y * c + x * s);                                      \
-            }                                                                            \
-        }                                                                                \
+            const TYPE *from = (const TYPE *)in;                              \
+            TYPE *to = (TYPE *)out;                                           \
+            for (int64_t j = 0; j < pairs; j++) {                             \
+                double x = get_##DTYPE(from[X]), y = get_##DTYPE(from[Y]);    \
+                double c = cos[j], s = sin[j];                                \
+                to[X] = put_##DTYPE(x * c - y * s);                           \
+                to[Y] = put_##DTYPE(y * c + x * s);                           \
+            }                                                                 \
+        }                                                                     \
     }
 GENERIC_RUN(generic_float32_halves, float, float32, j, half + j)
 GENERIC_RUN(generic_float32_pairs, float, float32, 2 * j, 2 * j + 1)
@@ -168,39 +180,43 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
 
 /* Both styles of one dtype, from an instruction set's get, put and rotate for `WIDTH` pairs; the last pairs of a row
  * by `REST`, which is either the same with a mask or the generic run. */
-#define VECTOR_RUNS(ISA, DTYPE, TYPE, WIDTH, REST)                                                              \
-    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1)                                                        \
+#define VECTOR_RUNS(ISA, DTYPE, TYPE, WIDTH, REST)       \
+    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1) \
     VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, pairs, 2)
-#define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD)                                                \
-    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *cos, const float *sin, int64_t half, int n) { \
-        ISA##_##DTYPE x, y;                                                                                     \
-        ISA##_get_##STYLE##_##DTYPE(from, half, n, &x, &y);                                                     \
-        ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(cos, n), ISA##_row_##DTYPE(sin, n));             \
-        ISA##_put_##STYLE##_##DTYPE(to, half, n, x, y);                                                         \
-    }                                                                                                           \
-    ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                           \
-        for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) {                      \
-            const TYPE *from = (const TYPE *)in;                                                                \
-            TYPE *to = (TYPE *)out;                                                                             \
-            int64_t j = 0;                                                                                      \
-            for (; j + WIDTH <= pairs; j += WIDTH)                                                              \
-                ISA##_##DTYPE##_##STYLE##_step(from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, WIDTH);       \
-            if (j < pairs) REST(ISA, DTYPE, STYLE, from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, pairs - j); \
-        }                                                                                                       \
+#define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD)                                                     \
+    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *cos, const float *sin, \
+                                                     int64_t half, int n) {                                          \
+        ISA##_##DTYPE x, y;                                                                                          \
+        ISA##_get_##STYLE##_##DTYPE(from, half, n, &x, &y);                                                          \
+        ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(cos, n), ISA##_row_##DTYPE(sin, n));                          \
+        ISA##_put_##STYLE##_##DTYPE(to, half, n, x, y);                                                              \
+    }                                                                                                                \
+    ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                                \
+        for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) {                                        \
+            const TYPE *from = (const TYPE *)in;                                                                     \
+            TYPE *to = (TYPE *)out;                                                                                  \
+            int64_t j = 0;                                                                                           \
+            for (; j + WIDTH <= pairs; j += WIDTH)                                                                   \
+                ISA##_##DTYPE##_##STYLE##_step(from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, WIDTH);   \
+            if (j < pairs)                                                                                           \
+                REST(ISA, DTYPE, STYLE, from + SPREAD * j, to + SPREAD * j, cos + j, sin + j, half, pairs - j);      \
+        }                                                                                                            \
     }
-#define REST_MASKED(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) ISA##_##DTYPE##_##STYLE##_step(FROM, TO, COS, SIN, HALF, (int)(N))
+#define REST_MASKED(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) \
+    ISA##_##DTYPE##_##STYLE##_step(FROM, TO, COS, SIN, HALF, (int)(N))
 #define REST_GENERIC(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) \
     generic_##DTYPE##_##STYLE((const char *)(FROM), (char *)(TO), 0, 0, 1, COS, SIN, N, HALF)
 
-/* The 16-bit styles in terms of get, put (contiguous values) and unzip, zip (pairs). */
-#define SPLIT_STYLES(ISA, DTYPE)                                                                                \
-    ISA##_INLINE void ISA##_get_halves_##DTYPE(const uint16_t *from, int64_t half, int n, ISA##_##DTYPE *x, ISA##_##DTYPE *y) { \
-        *x = ISA##_get_##DTYPE(from, n);                                                                        \
-        *y = ISA##_get_##DTYPE(from + half, n);                                                                 \
-    }                                                                                                           \
+/* Neox's halves of the 16-bit dtypes: get and put contiguous values, twice. */
+#define SPLIT_HALVES(ISA, DTYPE)                                                                                      \
+    ISA##_INLINE void ISA##_get_halves_##DTYPE(const uint16_t *from, int64_t half, int n, ISA##_##DTYPE *x,           \
+                                               ISA##_##DTYPE *y) {                                                    \
+        *x = ISA##_get_##DTYPE(from, n);                                                                              \
+        *y = ISA##_get_##DTYPE(from + half, n);                                                                       \
+    }                                                                                                                 \
     ISA##_INLINE void ISA##_put_halves_##DTYPE(uint16_t *to, int64_t half, int n, ISA##_##DTYPE x, ISA##_##DTYPE y) { \
-        ISA##_put_##DTYPE(to, n, x);                                                                            \
-        ISA##_put_##DTYPE(to + half, n, y);                                                                     \
+        ISA##_put_##DTYPE(to, n, x);                                                                                  \
+        ISA##_put_##DTYPE(to + half, n, y);                                                                           \
     }
 #endif
 
@@ -209,8 +225,9 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
 #include <immintrin.h>
 
 #define avx512_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define avx512_INLINE __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))) static inline
-typedef __m512d avx512_float32; /* 8 pairs */
+#define avx512_INLINE \
+    __attribute__((always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))) static inline
+typedef __m512d avx512_float32;                 /* 8 pairs */
 typedef __m512 avx512_bfloat16, avx512_float16; /* 16 pairs */
 #define FIRST(n) ((1u << (n)) - 1)
 
@@ -243,7 +260,9 @@ avx512_INLINE void avx512_put_pairs_float32(float *to, int64_t half, int n, __m5
     _mm512_mask_storeu_epi64(to, (__mmask8)FIRST(n), _mm512_or_si512(low, _mm512_slli_epi64(high, 32)));
 }
 
-avx512_INLINE __m512 avx512_row_bfloat16(const float *row, int n) { return _mm512_maskz_loadu_ps((__mmask16)FIRST(n), row); }
+avx512_INLINE __m512 avx512_row_bfloat16(const float *row, int n) {
+    return _mm512_maskz_loadu_ps((__mmask16)FIRST(n), row);
+}
 #define avx512_row_float16 avx512_row_bfloat16
 avx512_INLINE void avx512_rotate_bfloat16(__m512 *x, __m512 *y, __m512 c, __m512 s) {
     __m512 ys = _mm512_mul_ps(*y, s), xs = _mm512_mul_ps(*x, s);
@@ -302,8 +321,8 @@ avx512_INLINE void avx512_put_pairs_float16(uint16_t *to, int64_t half, int n, _
     (void)half;
     _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
 }
-SPLIT_STYLES(avx512, bfloat16)
-SPLIT_STYLES(avx512, float16)
+SPLIT_HALVES(avx512, bfloat16)
+SPLIT_HALVES(avx512, float16)
 VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED)
 VECTOR_RUNS(avx512, bfloat16, uint16_t, 16, REST_MASKED)
 VECTOR_RUNS(avx512, float16, uint16_t, 16, REST_MASKED)
@@ -311,7 +330,8 @@ VECTOR_RUNS(avx512, float16, uint16_t, 16, REST_MASKED)
 avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_t first) {
     const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i unit = _mm512_set1_epi32((int)(2 * 0x9E3779B1u)), step = _mm512_slli_epi32(unit, 4);
-    __m512i weight = _mm512_add_epi32(_mm512_mullo_epi32(places, unit), _mm512_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
+    __m512i weight =
+        _mm512_add_epi32(_mm512_mullo_epi32(places, unit), _mm512_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
     __m512i sum = _mm512_setzero_si512();
     uint32_t sums[16], total = 0;
     int64_t i = 0;
@@ -339,10 +359,13 @@ avx512_TARGET static int avx512_unit(const float *cos, const float *sin, int64_t
 
 #define avx2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define avx2_INLINE __attribute__((always_inline, target("avx2,fma,f16c"))) static inline
-typedef __m256d avx2_float32; /* 4 pairs */
+typedef __m256d avx2_float32;               /* 4 pairs */
 typedef __m256 avx2_bfloat16, avx2_float16; /* 8 pairs */
 
-avx2_INLINE __m256d avx2_row_float32(const float *row, int n) { (void)n; return _mm256_cvtps_pd(_mm_loadu_ps(row)); }
+avx2_INLINE __m256d avx2_row_float32(const float *row, int n) {
+    (void)n;
+    return _mm256_cvtps_pd(_mm_loadu_ps(row));
+}
 avx2_INLINE void avx2_rotate_float32(__m256d *x, __m256d *y, __m256d c, __m256d s) {
     __m256d out_x = _mm256_fmsub_pd(*x, c, _mm256_mul_pd(*y, s));
     *y = _mm256_fmadd_pd(*y, c, _mm256_mul_pd(*x, s));
@@ -370,7 +393,10 @@ avx2_INLINE void avx2_put_pairs_float32(float *to, int64_t half, int n, __m256d 
     _mm_storeu_ps(to + 4, _mm_unpackhi_ps(a, b));
 }
 
-avx2_INLINE __m256 avx2_row_bfloat16(const float *row, int n) { (void)n; return _mm256_loadu_ps(row); }
+avx2_INLINE __m256 avx2_row_bfloat16(const float *row, int n) {
+    (void)n;
+    return _mm256_loadu_ps(row);
+}
 #define avx2_row_float16 avx2_row_bfloat16
 avx2_INLINE void avx2_rotate_bfloat16(__m256 *x, __m256 *y, __m256 c, __m256 s) {
     __m256 ys = _mm256_mul_ps(*y, s), xs = _mm256_mul_ps(*x, s);
@@ -434,8 +460,8 @@ avx2_INLINE void avx2_put_pairs_float16(uint16_t *to, int64_t half, int n, __m25
     _mm_storeu_si128((__m128i *)to, _mm_unpacklo_epi16(a, b));
     _mm_storeu_si128((__m128i *)(to + 8), _mm_unpackhi_epi16(a, b));
 }
-SPLIT_STYLES(avx2, bfloat16)
-SPLIT_STYLES(avx2, float16)
+SPLIT_HALVES(avx2, bfloat16)
+SPLIT_HALVES(avx2, float16)
 VECTOR_RUNS(avx2, float32, float, 4, REST_GENERIC)
 VECTOR_RUNS(avx2, bfloat16, uint16_t, 8, REST_GENERIC)
 VECTOR_RUNS(avx2, float16, uint16_t, 8, REST_GENERIC)
@@ -443,7 +469,8 @@ VECTOR_RUNS(avx2, float16, uint16_t, 8, REST_GENERIC)
 avx2_TARGET static uint32_t avx2_hash(const float *words, int64_t n, uint32_t first) {
     const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     const __m256i unit = _mm256_set1_epi32((int)(2 * 0x9E3779B1u)), step = _mm256_slli_epi32(unit, 3);
-    __m256i weight = _mm256_add_epi32(_mm256_mullo_epi32(places, unit), _mm256_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
+    __m256i weight =
+        _mm256_add_epi32(_mm256_mullo_epi32(places, unit), _mm256_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
     __m256i sum = _mm256_setzero_si256();
     uint32_t sums[8], total = 0;
     int64_t i = 0;
@@ -464,7 +491,8 @@ avx2_TARGET static int avx2_unit(const float *cos, const float *sin, int64_t n, 
     for (; i + 8 <= n; i += 8) {
         __m256 c = _mm256_loadu_ps(cos + i), s = _mm256_loadu_ps(sin + i);
         __m256 square = _mm256_fmadd_ps(c, c, _mm256_mul_ps(s, s));
-        good &= _mm256_movemask_ps(_mm256_and_ps(_mm256_cmp_ps(square, least, _CMP_GE_OQ), _mm256_cmp_ps(square, most, _CMP_LE_OQ)));
+        good &= _mm256_movemask_ps(
+            _mm256_and_ps(_mm256_cmp_ps(square, least, _CMP_GE_OQ), _mm256_cmp_ps(square, most, _CMP_LE_OQ)));
     }
     return good == 0xff && generic_unit(cos + i, sin + i, n - i, low, high);
 }
@@ -475,10 +503,13 @@ avx2_TARGET static int avx2_unit(const float *cos, const float *sin, int64_t n, 
 
 #define neon_TARGET
 #define neon_INLINE __attribute__((always_inline)) static inline
-typedef float64x2_t neon_float32; /* 2 pairs */
+typedef float64x2_t neon_float32;                /* 2 pairs */
 typedef float32x4_t neon_bfloat16, neon_float16; /* 4 pairs */
 
-neon_INLINE float64x2_t neon_row_float32(const float *row, int n) { (void)n; return vcvt_f64_f32(vld1_f32(row)); }
+neon_INLINE float64x2_t neon_row_float32(const float *row, int n) {
+    (void)n;
+    return vcvt_f64_f32(vld1_f32(row));
+}
 neon_INLINE void neon_rotate_float32(float64x2_t *x, float64x2_t *y, float64x2_t c, float64x2_t s) {
     float64x2_t out_x = vfmsq_f64(vmulq_f64(*x, c), *y, s);
     *y = vfmaq_f64(vmulq_f64(*y, c), *x, s);
@@ -505,7 +536,10 @@ neon_INLINE void neon_put_pairs_float32(float *to, int64_t half, int n, float64x
     vst2_f32(to, both);
 }
 
-neon_INLINE float32x4_t neon_row_bfloat16(const float *row, int n) { (void)n; return vld1q_f32(row); }
+neon_INLINE float32x4_t neon_row_bfloat16(const float *row, int n) {
+    (void)n;
+    return vld1q_f32(row);
+}
 #define neon_row_float16 neon_row_bfloat16
 neon_INLINE void neon_rotate_bfloat16(float32x4_t *x, float32x4_t *y, float32x4_t c, float32x4_t s) {
     float32x4_t ys = vmulq_f32(*y, s), xs = vmulq_f32(*x, s);
@@ -523,31 +557,40 @@ neon_INLINE void neon_rotate_bfloat16(float32x4_t *x, float32x4_t *y, float32x4_
 }
 #define neon_rotate_float16 neon_rotate_bfloat16
 
-neon_INLINE float32x4_t neon_widen_bfloat16(uint16x4_t values) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(values), 16)); }
+neon_INLINE float32x4_t neon_widen_bfloat16(uint16x4_t values) {
+    return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(values), 16));
+}
 neon_INLINE uint16x4_t neon_narrow_bfloat16(float32x4_t x) {
     uint32x4_t bits = vreinterpretq_u32_f32(x), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
     return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd), 16);
 }
 neon_INLINE float32x4_t neon_widen_float16(uint16x4_t values) { return vcvt_f32_f16(vreinterpret_f16_u16(values)); }
 neon_INLINE uint16x4_t neon_narrow_float16(float32x4_t x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
-#define NEON_ACCESS(DTYPE)                                                                                              \
-    neon_INLINE float32x4_t neon_get_##DTYPE(const uint16_t *from, int n) { (void)n; return neon_widen_##DTYPE(vld1_u16(from)); } \
-    neon_INLINE void neon_put_##DTYPE(uint16_t *to, int n, float32x4_t x) { (void)n; vst1_u16(to, neon_narrow_##DTYPE(x)); }      \
-    neon_INLINE void neon_get_pairs_##DTYPE(const uint16_t *from, int64_t half, int n, float32x4_t *x, float32x4_t *y) { \
-        uint16x4x2_t both = vld2_u16(from);                                                                              \
-        (void)half, (void)n;                                                                                             \
-        *x = neon_widen_##DTYPE(both.val[0]);                                                                            \
-        *y = neon_widen_##DTYPE(both.val[1]);                                                                            \
-    }                                                                                                                    \
-    neon_INLINE void neon_put_pairs_##DTYPE(uint16_t *to, int64_t half, int n, float32x4_t x, float32x4_t y) {           \
-        uint16x4x2_t both = {{neon_narrow_##DTYPE(x), neon_narrow_##DTYPE(y)}};                                          \
-        (void)half, (void)n;                                                                                             \
-        vst2_u16(to, both);                                                                                              \
+#define NEON_ACCESS(DTYPE)                                                                                     \
+    neon_INLINE float32x4_t neon_get_##DTYPE(const uint16_t *from, int n) {                                    \
+        (void)n;                                                                                               \
+        return neon_widen_##DTYPE(vld1_u16(from));                                                             \
+    }                                                                                                          \
+    neon_INLINE void neon_put_##DTYPE(uint16_t *to, int n, float32x4_t x) {                                    \
+        (void)n;                                                                                               \
+        vst1_u16(to, neon_narrow_##DTYPE(x));                                                                  \
+    }                                                                                                          \
+    neon_INLINE void neon_get_pairs_##DTYPE(const uint16_t *from, int64_t half, int n, float32x4_t *x,         \
+                                            float32x4_t *y) {                                                  \
+        uint16x4x2_t both = vld2_u16(from);                                                                    \
+        (void)half, (void)n;                                                                                   \
+        *x = neon_widen_##DTYPE(both.val[0]);                                                                  \
+        *y = neon_widen_##DTYPE(both.val[1]);                                                                  \
+    }                                                                                                          \
+    neon_INLINE void neon_put_pairs_##DTYPE(uint16_t *to, int64_t half, int n, float32x4_t x, float32x4_t y) { \
+        uint16x4x2_t both = {{neon_narrow_##DTYPE(x), neon_narrow_##DTYPE(y)}};                                \
+        (void)half, (void)n;                                                                                   \
+        vst2_u16(to, both);                                                                                    \
     }
 NEON_ACCESS(bfloat16)
 NEON_ACCESS(float16)
-SPLIT_STYLES(neon, bfloat16)
-SPLIT_STYLES(neon, float16)
+SPLIT_HALVES(neon, bfloat16)
+SPLIT_HALVES(neon, float16)
 VECTOR_RUNS(neon, float32, float, 2, REST_GENERIC)
 VECTOR_RUNS(neon, bfloat16, uint16_t, 4, REST_GENERIC)
 VECTOR_RUNS(neon, float16, uint16_t, 4, REST_GENERIC)
@@ -584,17 +627,15 @@ typedef struct {
     int (*unit)(const float *, const float *, int64_t, float, float);
 } instruction_set;
 
-#define INSTRUCTION_SET(NAME)                                \
-    {                                                        \
-        #NAME,                                               \
-        {{NAME##_float32_halves, NAME##_float32_pairs},      \
-         {NAME##_bfloat16_halves, NAME##_bfloat16_pairs},    \
-         {NAME##_float16_halves, NAME##_float16_pairs}},     \
-        NAME##_hash,                                         \
-        NAME##_unit,                                         \
+#define INSTRUCTION_SET(NAME)                                                                                        \
+    {                                                                                                                \
+#NAME, {{NAME##_float32_halves, NAME##_float32_pairs },                                                      \
+                 {NAME##_bfloat16_halves, NAME##_bfloat16_pairs }, {NAME##_float16_halves, NAME##_float16_pairs } }, \
+                  NAME##_hash, NAME##_unit,                                                                          \
     }
 
-static const instruction_set instruction_sets[] = { /* best first */
+static const instruction_set instruction_sets[] = {
+/* best first */
 #if defined(VECTOR) && defined(__x86_64__)
     INSTRUCTION_SET(avx512),
     INSTRUCTION_SET(avx2),
@@ -608,7 +649,8 @@ enum { INSTRUCTION_SETS = sizeof instruction_sets / sizeof *instruction_sets };
 static int machine_has(const char *name) {
 #if defined(VECTOR) && defined(__x86_64__)
     unsigned a, b, c = 0, d;
-    int avx2 = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    int avx2 = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C && __builtin_cpu_supports("avx2") &&
+               __builtin_cpu_supports("fma");
     if (!strcmp(name, "avx2")) return avx2;
     if (!strcmp(name, "avx512"))
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -659,7 +701,10 @@ static void work(void *data) {
 }
 
 #if defined(__GNUC__)
-static void *thread_main(void *data) { work(data); return NULL; }
+static void *thread_main(void *data) {
+    work(data);
+    return NULL;
+}
 #endif
 
 /* Runs the job on at most `threads` threads, where its `bytes` pay for them. A pool handed in is asked for all of them
@@ -741,7 +786,8 @@ static void check_piece(job *todo, int64_t begin, int64_t end) {
     if (!fault) return;
 #if defined(__GNUC__)
     int64_t best = LOAD(&todo->bad_token);
-    while (token < best && !__atomic_compare_exchange_n(&todo->bad_token, &best, token, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    while (token < best &&
+           !__atomic_compare_exchange_n(&todo->bad_token, &best, token, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
 #else
     todo->bad_token = smaller(todo->bad_token, token);
@@ -765,7 +811,8 @@ static int check_call(job *todo) {
 /* ---- The rotation. ---- */
 
 /* cos and sin of pairs [first, first + pairs) of a token, the pairs' own axes minded. */
-static void gather_row(const rope_call *call, int64_t b, int64_t s, int64_t first, int64_t pairs, float *cos, float *sin) {
+static void gather_row(const rope_call *call, int64_t b, int64_t s, int64_t first, int64_t pairs, float *cos,
+                       float *sin) {
     const float *from_cos[MAX_AXES], *from_sin[MAX_AXES];
     for (int axis = 0; axis < call->axes; axis++) {
         int64_t row = position_of(call, axis, b, s);
@@ -801,7 +848,10 @@ static side side_at(const rope_call *call, int key, int64_t b, int64_t s) {
         (const char *)(key ? call->k : call->q) + (b * in[0] + s * in[1]) * size,
         (char *)(key ? call->k_out : call->q_out) + (b * out[0] + s * out[1]) * size,
         key ? call->k_heads : call->q_heads,
-        in[1] * size, in[2] * size, out[1] * size, out[2] * size,
+        in[1] * size,
+        in[2] * size,
+        out[1] * size,
+        out[2] * size,
     };
     return at;
 }
@@ -809,12 +859,13 @@ static side side_at(const rope_call *call, int key, int64_t b, int64_t s) {
 /* `rows` holds cos and sin of each token. Where the tokens of a head lie closer together than the heads of a token
  * ([B, H, S, D] in memory), a few heads go through all the tokens before the next few, so that memory is read in
  * stretches; the next heads' stretch is fetched meanwhile, which the machine would not foresee. */
-static void rotate_side(side at, int64_t tokens, run_fn run, const float *rows, int64_t offset, int64_t pairs, int64_t half,
-                        int64_t vector_bytes) {
+static void rotate_side(side at, int64_t tokens, run_fn run, const float *rows, int64_t offset, int64_t pairs,
+                        int64_t half, int64_t vector_bytes) {
     const int by_head = at.in_head > at.in_seq;
     const int64_t together = by_head ? STREAMS : at.heads;
     for (int64_t h = 0; h < at.heads; h += together) {
-        const int64_t heads = smaller(together, at.heads - h), ahead = by_head ? smaller(together, at.heads - h - heads) : 0;
+        const int64_t heads = smaller(together, at.heads - h),
+                      ahead = by_head ? smaller(together, at.heads - h - heads) : 0;
         for (int64_t i = 0; i < tokens; i++) {
             const char *in = at.in + h * at.in_head + i * at.in_seq;
             char *out = at.out + h * at.out_head + i * at.out_seq;
@@ -831,24 +882,27 @@ static void copy_rest(side at, int64_t tokens, int64_t offset, int64_t bytes) {
     if (at.in == at.out || bytes == 0) return;
     for (int64_t i = 0; i < tokens; i++)
         for (int64_t h = 0; h < at.heads; h++)
-            memcpy(at.out + i * at.out_seq + h * at.out_head + offset, at.in + i * at.in_seq + h * at.in_head + offset, (size_t)bytes);
+            memcpy(at.out + i * at.out_seq + h * at.out_head + offset, at.in + i * at.in_seq + h * at.in_head + offset,
+                   (size_t)bytes);
 }
 
 static void rotate_piece(job *todo, int64_t begin, int64_t end) {
     const rope_call *call = todo->call;
     const run_fn run = todo->isa->run[call->dtype][call->interleaved != 0];
     const int64_t size = element_size(call), half = call->rotary_dim / 2;
-    const int64_t tile = AT_HAND / (2 * smaller(half + 1, CHUNK));
+    const int64_t tile = AT_HAND / (2 * smaller(half ? half : 1, CHUNK));
     CACHE_ALIGNED float rows[AT_HAND];
     for (int64_t t = begin, n; t < end; t += n) {
         int64_t b = t / call->seq, s = t % call->seq;
         n = smaller(smaller(tile, end - t), call->seq - s);
         for (int64_t first = 0; first < half; first += CHUNK) {
             int64_t pairs = smaller(CHUNK, half - first), offset = (call->interleaved ? 2 * first : first) * size;
-            for (int64_t i = 0; i < n; i++) gather_row(call, b, s + i, first, pairs, rows + 2 * i * pairs, rows + (2 * i + 1) * pairs);
-            for (int key = 0; key < 2; key++) rotate_side(side_at(call, key, b, s), n, run, rows, offset, pairs, half, 2 * half * size);
+            for (int64_t i = 0; i < n; i++)
+                gather_row(call, b, s + i, first, pairs, rows + 2 * i * pairs, rows + (2 * i + 1) * pairs);
+            for (int key = !call->q_heads; key < 1 + !!call->k_heads; key++)
+                rotate_side(side_at(call, key, b, s), n, run, rows, offset, pairs, half, 2 * half * size);
         }
-        for (int key = 0; key < 2; key++)
+        for (int key = !call->q_heads; key < 1 + !!call->k_heads; key++)
             copy_rest(side_at(call, key, b, s), n, call->rotary_dim * size, (call->head_dim - call->rotary_dim) * size);
     }
 }
@@ -869,9 +923,14 @@ static int side_is_good(const rope_call *call, const void *in, const void *out, 
 
 static int call_is_good(const rope_call *call) {
     int64_t half = call->rotary_dim / 2;
-    if (call->batch < 0 || call->seq < 0 || call->rotary_dim < 0 || call->rotary_dim % 2 || call->rotary_dim > call->head_dim) return 0;
-    if (call->dtype < FLOAT32 || call->dtype > FLOAT16 || call->threads < 1 || call->rows < 0 || !call->cos || !call->sin) return 0;
-    if (call->position_bits != 0 && ((call->position_bits != 32 && call->position_bits != 64) || !call->positions)) return 0;
+    if (call->batch < 0 || call->seq < 0 || call->rotary_dim < 0 || call->rotary_dim % 2 ||
+        call->rotary_dim > call->head_dim)
+        return 0;
+    if (call->dtype < FLOAT32 || call->dtype > FLOAT16 || call->threads < 1 || call->rows < 0 || !call->cos ||
+        !call->sin)
+        return 0;
+    if (call->position_bits != 0 && ((call->position_bits != 32 && call->position_bits != 64) || !call->positions))
+        return 0;
     if (call->axes < 1 || call->axes > MAX_AXES || (!call->pair_axis && call->axes > 1)) return 0;
     for (int64_t i = 0; call->pair_axis && i < half; i++)
         if (call->pair_axis[i] >= call->axes) return 0;
@@ -894,20 +953,29 @@ EXPORT int rope_rotate(rope_call *call) {
     if (fault) return fault;
     todo.piece = rotate_piece;
     todo.total = call->batch * call->seq;
-    share(&todo, call->threads, todo.total * (call->q_heads + call->k_heads) * call->head_dim * element_size(call), call->parallel);
+    share(&todo, call->threads, todo.total * (call->q_heads + call->k_heads) * call->head_dim * element_size(call),
+          call->parallel);
     return OK;
 }
 
 static void checks_piece(job *todo, int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; i++)
-        todo->checks[i] = (int32_t)row_check(todo->isa, todo->cos + i * todo->cos_stride, todo->sin + i * todo->sin_stride, todo->half);
+        todo->checks[i] = (int32_t)row_check(todo->isa, todo->cos + i * todo->cos_stride,
+                                             todo->sin + i * todo->sin_stride, todo->half);
 }
 
 /* The checksum of each row, [rows]; rope_rotate compares with it. */
-EXPORT void rope_row_checks(const float *cos, const float *sin, int64_t cos_stride, int64_t sin_stride, int64_t rows, int64_t half,
-                            int32_t *out, int32_t threads, rope_parallel_fn parallel) {
-    job todo = {.piece = checks_piece, .isa = isa(), .total = rows, .cos = cos, .sin = sin, .cos_stride = cos_stride,
-                .sin_stride = sin_stride, .half = half, .checks = out};
+EXPORT void rope_row_checks(const float *cos, const float *sin, int64_t cos_stride, int64_t sin_stride, int64_t rows,
+                            int64_t half, int32_t *out, int32_t threads, rope_parallel_fn parallel) {
+    job todo = {.piece = checks_piece,
+                .isa = isa(),
+                .total = rows,
+                .cos = cos,
+                .sin = sin,
+                .cos_stride = cos_stride,
+                .sin_stride = sin_stride,
+                .half = half,
+                .checks = out};
     share(&todo, threads, rows * half * 8, parallel);
 }
 

@@ -1,5 +1,5 @@
-/* Random calls of the C kernel against long-hand float64: shapes, layouts, positions and damaged tables. Every buffer is
- * allocated to the byte, so that a sanitizer sees any step outside. Usage: rope_kernel_fuzz SEED ROUNDS */
+/* Random calls of the C kernel against long-hand float64: shapes, layouts, positions and damaged tables. Every buffer
+ * is allocated to the byte, so that a sanitizer sees any step outside. Usage: rope_kernel_fuzz SEED ROUNDS */
 #include "rope_kernel.c"
 
 #include <math.h>
@@ -13,8 +13,11 @@ static int64_t below(int64_t n) { /* 0 .. n - 1 */
 }
 static int chance(int one_in) { return below(one_in) == 0; }
 
-#define REQUIRE(what) \
-    if (!(what)) { fprintf(stderr, "line %d: %s\n", __LINE__, #what); exit(1); }
+#define REQUIRE(what)                                      \
+    if (!(what)) {                                         \
+        fprintf(stderr, "line %d: %s\n", __LINE__, #what); \
+        exit(1);                                           \
+    }
 
 static void *fresh(int64_t bytes) {
     unsigned char *memory = malloc(bytes ? (size_t)bytes : 1);
@@ -26,7 +29,8 @@ static void *fresh(int64_t bytes) {
 static void *copy_of(const void *memory, int64_t bytes) { return memcpy(fresh(bytes), memory, (size_t)bytes); }
 
 /* A value of the dtype and back, by arithmetic instead of by bits. */
-static const int digits[3] = {24, 8, 11}, smallest_exponent[3] = {-126, -126, -14}, largest_exponent[3] = {127, 127, 15};
+static const int digits[3] = {24, 8, 11}, smallest_exponent[3] = {-126, -126, -14},
+                 largest_exponent[3] = {127, 127, 15};
 
 static double decode(int dtype, const void *at) {
     if (dtype == 0) return *(const float *)at;
@@ -34,7 +38,8 @@ static double decode(int dtype, const void *at) {
     int field = bits >> width & ((1 << (15 - width)) - 1), top = (1 << (15 - width)) - 1;
     double sign = bits >> 15 ? -1 : 1;
     if (field == top) return fraction ? NAN : sign * INFINITY;
-    return sign * ldexp(fraction + (field ? 1 << width : 0), (field ? field : 1) - 1 + smallest_exponent[dtype] - width);
+    return sign *
+           ldexp(fraction + (field ? 1 << width : 0), (field ? field : 1) - 1 + smallest_exponent[dtype] - width);
 }
 
 static void check_value(int dtype, const void *at, double exact) {
@@ -45,15 +50,20 @@ static void check_value(int dtype, const void *at, double exact) {
         return;
     }
     frexp(exact, &exponent);
-    step = ldexp(1, (exponent - 1 > smallest_exponent[dtype] ? exponent - 1 : smallest_exponent[dtype]) - digits[dtype] + 1);
+    step = ldexp(1, (exponent - 1 > smallest_exponent[dtype] ? exponent - 1 : smallest_exponent[dtype]) -
+                        digits[dtype] + 1);
     if (isinf(got)) {
-        REQUIRE(fabs(exact) >= ldexp(2 - ldexp(1.001, -digits[dtype]), largest_exponent[dtype]) && (got > 0) == (exact > 0));
+        REQUIRE(fabs(exact) >= ldexp(2 - ldexp(1.001, -digits[dtype]), largest_exponent[dtype]) &&
+                (got > 0) == (exact > 0));
     } else {
         REQUIRE(fabs(got - exact) <= 0.501 * step);
     }
 }
 
-typedef struct { int64_t heads, stride[3], bytes; void *memory; } layout;
+typedef struct {
+    int64_t heads, stride[3], bytes;
+    void *memory;
+} layout;
 
 static layout any_layout(const rope_call *call, int64_t heads) {
     static const int orders[3][3] = {{2, 1, 0}, {1, 2, 0}, {1, 0, 2}}; /* innermost first */
@@ -74,27 +84,32 @@ static layout any_layout(const rope_call *call, int64_t heads) {
         float value = ldexpf((float)(below(2000001) - 1000000), (int)below(12) - 24);
         if (kind == 0) continue;
         if (kind == 1) value = 0;
-        if (size == 4) ((float *)made.memory)[i] = value;
-        else if (call->dtype == 1) ((uint16_t *)made.memory)[i] = (uint16_t)(bits_of_float(value) >> 16);
-        else ((uint16_t *)made.memory)[i] = (uint16_t)(below(2) << 15 | below(0x5000));
+        if (size == 4)
+            ((float *)made.memory)[i] = value;
+        else if (call->dtype == 1)
+            ((uint16_t *)made.memory)[i] = (uint16_t)(bits_of_float(value) >> 16);
+        else
+            ((uint16_t *)made.memory)[i] = (uint16_t)(below(2) << 15 | below(0x5000));
     }
     return made;
 }
 
-static void check_side(const rope_call *call, layout before, layout after, const void *after_before, const float *row_cos,
-                       const float *row_sin) {
+static void check_side(const rope_call *call, layout before, layout after, const void *after_before,
+                       const float *row_cos, const float *row_sin) {
     const int64_t size = call->dtype == 0 ? 4 : 2, half = call->rotary_dim / 2;
     char *due = malloc((size_t)after.bytes + 1); /* bytes that some head owns */
     memset(due, 0, (size_t)after.bytes + 1);
     for (int64_t t = 0; t < call->batch * call->seq; t++) {
         for (int64_t h = 0; h < after.heads; h++) {
             int64_t b = t / call->seq, s = t % call->seq;
-            const char *x = (const char *)before.memory + (b * before.stride[0] + s * before.stride[1] + h * before.stride[2]) * size;
+            const char *x = (const char *)before.memory +
+                            (b * before.stride[0] + s * before.stride[1] + h * before.stride[2]) * size;
             int64_t start = (b * after.stride[0] + s * after.stride[1] + h * after.stride[2]) * size;
             const char *y = (const char *)after.memory + start;
             memset(due + start, 1, (size_t)(call->head_dim * size));
             for (int64_t i = 0; i < half; i++) {
-                int64_t p = (call->interleaved ? 2 * i : i) * size, q = (call->interleaved ? 2 * i + 1 : half + i) * size;
+                int64_t p = (call->interleaved ? 2 * i : i) * size,
+                        q = (call->interleaved ? 2 * i + 1 : half + i) * size;
                 double c = row_cos[t * half + i], sine = call->inverse ? -row_sin[t * half + i] : row_sin[t * half + i];
                 double first = decode(call->dtype, x + p), second = decode(call->dtype, x + q);
                 check_value(call->dtype, y + p, first * c - second * sine);
@@ -103,12 +118,19 @@ static void check_side(const rope_call *call, layout before, layout after, const
             REQUIRE(!memcmp(x + 2 * half * size, y + 2 * half * size, (size_t)((call->head_dim - 2 * half) * size)));
         }
     }
-    for (int64_t i = 0; i < after.bytes; i++) REQUIRE(due[i] || ((char *)after.memory)[i] == ((const char *)after_before)[i]);
+    for (int64_t i = 0; i < after.bytes; i++)
+        REQUIRE(due[i] || ((char *)after.memory)[i] == ((const char *)after_before)[i]);
     free(due);
 }
 
-typedef struct { void (*body)(void *); void *data; } errand;
-static void *run_errand(void *data) { ((errand *)data)->body(((errand *)data)->data); return NULL; }
+typedef struct {
+    void (*body)(void *);
+    void *data;
+} errand;
+static void *run_errand(void *data) {
+    ((errand *)data)->body(((errand *)data)->data);
+    return NULL;
+}
 static void parallel(void (*body)(void *), void *data, unsigned threads, unsigned flags) {
     pthread_t others[8];
     errand todo = {body, data};
@@ -120,7 +142,8 @@ static void parallel(void (*body)(void *), void *data, unsigned threads, unsigne
 
 static void one_round(void) {
     static const int64_t halves[] = {0, 1, 2, 3, 5, 8, 16, 17, 24, 31, 32, 33, 40, 64, 64, 80, 128, 129, 150, 260};
-    rope_call call = {.batch = 1 + below(3), .seq = chance(20) ? 1 + below(500) : 1 + below(40), .dtype = (int32_t)below(3)};
+    rope_call call = {
+        .batch = 1 + below(3), .seq = chance(20) ? 1 + below(500) : 1 + below(40), .dtype = (int32_t)below(3)};
     int64_t half = halves[below(sizeof halves / sizeof *halves)], rows = 1 + below(60), tokens = call.batch * call.seq;
     call.rotary_dim = 2 * half, call.head_dim = 2 * half + below(2) * below(9) + !half, call.rows = rows;
     call.interleaved = (int32_t)below(2), call.inverse = (int32_t)below(2), call.threads = 1 + (int32_t)below(4);
@@ -131,14 +154,16 @@ static void one_round(void) {
 
     /* the table: one [rows, R + gap] or two [rows, R/2 + gap], without what would follow the last row */
     int together = chance(2);
-    int64_t stride = (together ? 2 * half : half) + below(2) * below(7), floats = (rows - 1) * stride + (together ? 2 * half : half);
+    int64_t stride = (together ? 2 * half : half) + below(2) * below(7),
+            floats = (rows - 1) * stride + (together ? 2 * half : half);
     float *table = fresh(floats * 4), *other = fresh(floats * 4);
     for (int64_t i = 0; i < floats; i++) table[i] = other[i] = 1;
     float *cos_table = table, *sin_table = together ? table + half : other;
     for (int64_t r = 0; r < rows; r++)
         for (int64_t i = 0; i < half; i++) {
             double angle = (double)below(1 << 30) / (1 << 20);
-            cos_table[r * stride + i] = (float)(cos(angle) * scale), sin_table[r * stride + i] = (float)(sin(angle) * scale);
+            cos_table[r * stride + i] = (float)(cos(angle) * scale),
+                                   sin_table[r * stride + i] = (float)(sin(angle) * scale);
         }
     call.cos = cos_table, call.sin = sin_table, call.cos_stride = call.sin_stride = stride;
 
@@ -158,13 +183,17 @@ static void one_round(void) {
 
     /* positions and axes */
     call.position_bits = call.axes == 1 && rows >= call.seq && chance(2) ? 0 : chance(2) ? 32 : 64;
-    int64_t width = call.position_bits / 8, batches = chance(2) ? 1 : call.batch, count = call.axes * batches * call.seq;
+    int64_t width = call.position_bits / 8, batches = chance(2) ? 1 : call.batch,
+            count = call.axes * batches * call.seq;
     char *positions = fresh(count * width);
     call.positions = positions;
-    call.position_stride[0] = batches * call.seq, call.position_stride[1] = batches == 1 ? 0 : call.seq, call.position_stride[2] = 1;
+    call.position_stride[0] = batches * call.seq, call.position_stride[1] = batches == 1 ? 0 : call.seq,
+    call.position_stride[2] = 1;
     for (int64_t i = 0; width && i < count; i++) {
-        if (width == 4) ((int32_t *)positions)[i] = (int32_t)below(rows);
-        else ((int64_t *)positions)[i] = below(rows);
+        if (width == 4)
+            ((int32_t *)positions)[i] = (int32_t)below(rows);
+        else
+            ((int64_t *)positions)[i] = below(rows);
     }
     uint8_t *axes = fresh(half);
     for (int64_t i = 0; i < half; i++) axes[i] = (uint8_t)below(call.axes);
@@ -175,13 +204,16 @@ static void one_round(void) {
     for (int64_t faults = chance(3) ? 1 + below(3) : 0; width && faults; faults--) {
         static const int64_t wrong[] = {-1, INT32_MIN, INT32_MAX, INT64_MIN, INT64_MAX, (int64_t)1 << 32};
         int64_t at = below(count), value = chance(2) ? rows : wrong[below(width == 4 ? 3 : 6)];
-        if (width == 4) ((int32_t *)positions)[at] = (int32_t)value;
-        else ((int64_t *)positions)[at] = value;
+        if (width == 4)
+            ((int32_t *)positions)[at] = (int32_t)value;
+        else
+            ((int64_t *)positions)[at] = value;
     }
     if (half && checked && chance(3)) {
         damaged = below(rows);
         float *victim = (chance(2) ? cos_table : sin_table) + damaged * stride + below(half);
-        *victim = checked == 2 ? (chance(2) ? NAN : *victim + 2.8f) : float_of_bits(bits_of_float(*victim) ^ 1u << below(32));
+        *victim =
+            checked == 2 ? (chance(2) ? NAN : *victim + 2.8f) : float_of_bits(bits_of_float(*victim) ^ 1u << below(32));
     }
 
     /* what must come out: the first fault, or each token's row */
@@ -192,8 +224,11 @@ static void one_round(void) {
         int64_t of_axis[8];
         for (int axis = 0; axis < call.axes && !fault; axis++) {
             int64_t at = axis * call.position_stride[0] + t / call.seq * call.position_stride[1] + t % call.seq;
-            of_axis[axis] = width == 0 ? t % call.seq : width == 4 ? ((int32_t *)positions)[at] : ((int64_t *)positions)[at];
-            if (of_axis[axis] < 0 || of_axis[axis] >= rows) fault = BAD_POSITION, bad_token = t, bad_position = of_axis[axis];
+            of_axis[axis] = width == 0   ? t % call.seq
+                            : width == 4 ? ((int32_t *)positions)[at]
+                                         : ((int64_t *)positions)[at];
+            if (of_axis[axis] < 0 || of_axis[axis] >= rows)
+                fault = BAD_POSITION, bad_token = t, bad_position = of_axis[axis];
         }
         for (int64_t i = 0; i < half && !fault; i++) {
             int64_t row = of_axis[call.pair_axis ? axes[i] : 0];
@@ -207,7 +242,8 @@ static void one_round(void) {
     layout q_before = q, k_before = k;
     q_before.memory = copy_of(q.memory, q.bytes), k_before.memory = copy_of(k.memory, k.bytes);
     void *q_out_before = copy_of(q_out.memory, q_out.bytes), *k_out_before = copy_of(k_out.memory, k_out.bytes);
-    call.q = q.memory, call.q_out = q_out.memory, call.k = k.memory, call.k_out = k_out.memory;
+    if (q.heads) call.q = q.memory, call.q_out = q_out.memory;
+    if (k.heads) call.k = k.memory, call.k_out = k_out.memory;
     memcpy(call.q_stride, q.stride, sizeof q.stride), memcpy(call.q_out_stride, q_out.stride, sizeof q.stride);
     memcpy(call.k_stride, k.stride, sizeof q.stride), memcpy(call.k_out_stride, k_out.stride, sizeof q.stride);
 
@@ -221,10 +257,12 @@ static void one_round(void) {
         check_side(&call, k_before, k_out, k_out_before, row_cos, row_sin);
     }
     if (!inplace) {
-        REQUIRE(!memcmp(q.memory, q_before.memory, (size_t)q.bytes) && !memcmp(k.memory, k_before.memory, (size_t)k.bytes));
+        REQUIRE(!memcmp(q.memory, q_before.memory, (size_t)q.bytes) &&
+                !memcmp(k.memory, k_before.memory, (size_t)k.bytes));
         free(q_out.memory), free(k_out.memory);
     }
-    free(q.memory), free(k.memory), free(q_before.memory), free(k_before.memory), free(q_out_before), free(k_out_before);
+    free(q.memory), free(k.memory), free(q_before.memory), free(k_before.memory), free(q_out_before),
+        free(k_out_before);
     free(row_cos), free(row_sin), free(axes), free(positions), free(checks), free(table), free(other);
 }
 

@@ -215,6 +215,28 @@ def test_cancellation_costs_no_accuracy(library, dtype, style):
 
 @every_dtype
 @every_style
+def test_rounds_to_nearest_even(library, dtype, style):
+    """(1, 0) turned by (c, s) is (c, s): the table's values rounded to the dtype, ties and NaN of any bits included."""
+    bits = torch.randint(-(2**31), 2**31, (64, 64), dtype=torch.int64)
+    bits[16:32] &= ~0xFFFF
+    bits[32:48] = bits[32:48] & ~0xFFFF | 0x8000  # halfway between two bfloat16
+    bits[48:] = bits[48:] & 0x8FFFE000 | 0x30001000  # of the size of float16's values, halfway between two
+    bits[0, :4] = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, 0x7F7FFFFF])
+    cos, sin = halves(bits.to(torch.int32).view(torch.float32))
+    x = torch.zeros(1, 64, 1, 64, dtype=dtype)
+    first, second = style_slices(style, 32)
+    x[..., first] = 1
+    got = rotate(library, x, None, None, cos, sin, style=style)[1][0, :, 0]
+    finite = cos.isfinite() & sin.isfinite()  # infinity times zero is not a number
+    for part, table in ((got[:, first], cos), (got[:, second], sin)):
+        want = torch.where(finite, table, float("nan")).to(dtype)
+        torch.testing.assert_close(part[finite], want[finite], rtol=0, atol=0)
+    pairs = expected(x, None, cos, sin, style)[0, :, 0]
+    assert torch.equal(got.isnan(), pairs.isnan())
+
+
+@every_dtype
+@every_style
 def test_nan_and_infinity_touch_only_their_pair(library, dtype, style):
     q, k = make_qk(dtype, dim=2 * 41)
     cos, sin = halves(make_table(19, 41))
