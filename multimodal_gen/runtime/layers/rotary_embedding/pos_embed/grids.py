@@ -72,13 +72,14 @@ class WanRotaryPosEmbed(nn.Module):
         self.patch_size = patch_size
         self.max_seq_len = max_seq_len
         self.theta = theta
-        self.t_dim, self.h_dim, self.w_dim = self._dims = _thirds(attention_head_dim)
+        self.t_dim, self.h_dim, self.w_dim = _thirds(attention_head_dim)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         _, _, frames, height, width = hidden_states.shape
         p_t, p_h, p_w = self.patch_size
         sizes = (frames // p_t, height // p_h, width // p_w)
-        return GRIDS.grid(_wan, sizes, self._dims, self._dims, self.theta, PAIRS, device=hidden_states.device)
+        dims = (self.t_dim, self.h_dim, self.w_dim)
+        return GRIDS.grid(_wan, sizes, dims, dims, self.theta, PAIRS, device=hidden_states.device)
 
 
 class SkyReelsV2RotaryPosEmbed(WanRotaryPosEmbed):
@@ -373,20 +374,24 @@ class CosmosRotaryPosEmbed(nn.Module):
         dims = (self.dim_t, self.dim_h, self.dim_w)
         factors = [scale ** (dim / (dim - 2)) for scale, dim in zip(rope_scale, dims)]
         self.t_ntk_factor, self.h_ntk_factor, self.w_ntk_factor = factors
-        self._axes = tuple((dim, 10000.0 * factor) for dim, factor in zip(dims, factors))
 
     def forward(self, hidden_states: Tensor, fps: float | None = None) -> tuple[Tensor, Tensor]:
         sizes = tuple(n // patch for n, patch in zip(hidden_states.shape[2:], self.patch_size))
         rate = None if fps is None else (float(fps), self.base_fps)
-        return GRIDS.grid(_cosmos, sizes, self._axes, rate, device=hidden_states.device)
+        dims = (self.dim_t, self.dim_h, self.dim_w)
+        factors = (self.t_ntk_factor, self.h_ntk_factor, self.w_ntk_factor)
+        return GRIDS.grid(_cosmos, sizes, dims, factors, rate, device=hidden_states.device)
 
 
-def _cosmos(sizes: tuple, axes: tuple, rate: tuple | None, device: torch.device) -> tuple[Tensor, Tensor]:
+def _cosmos(
+    sizes: tuple, dims: tuple, factors: tuple, rate: tuple | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
     home = table_device(device)
     positions = [place(size, torch.float32, home) for size in sizes]
     if rate is not None:
         positions[0] = positions[0] / rate[0] * rate[1]
-    return cos_sin_grid([angles(at, dim, theta) for at, (dim, theta) in zip(positions, axes)], TILED, device)
+    tables = [angles(at, dim, 10000.0 * factor) for at, dim, factor in zip(positions, dims, factors)]
+    return cos_sin_grid(tables, TILED, device)
 
 
 # --- others ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""Bridges to other projects; imported only by name."""
