@@ -279,18 +279,35 @@ avx512_INLINE void avx512_rotate_bfloat16(__m512 *x, __m512 *y, __m512 c, __m512
 }
 #define avx512_rotate_float16 avx512_rotate_bfloat16
 
-/* float32 bits -> the nearest bfloat16, in the upper half of each word (the lower half is left over) */
-avx512_INLINE __m512i avx512_round_bfloat16(__m512 x) {
-    __m512i bits = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+/* Orders of words: those of even places before those of odd ones; back, the first half's and the second's in turn. */
+static const uint16_t avx512_apart[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                          1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+static const uint16_t avx512_in_turn[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                            8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+/* the lower words of two results */
+static const uint16_t avx512_lower[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                          32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+
+/* `upper` and `lower` halves of float32 bits -> the nearest bfloat16 */
+avx512_INLINE __m512i avx512_round_bfloat16(__m512i upper, __m512i lower) {
+    const __m512i one = _mm512_set1_epi16(1);
+    __m512i most = _mm512_sub_epi16(_mm512_set1_epi16((short)0x8000), _mm512_and_si512(upper, one));
+    return _mm512_mask_add_epi16(upper, _mm512_cmpgt_epu16_mask(lower, most), upper, one);
 }
 avx512_INLINE __m512 avx512_get_bfloat16(const uint16_t *from, int n) {
     __m256i values = _mm256_maskz_loadu_epi16((__mmask16)FIRST(n), from);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(values), 16));
 }
-avx512_INLINE void avx512_put_bfloat16(uint16_t *to, int n, __m512 x) {
-    __m256i values = _mm512_cvtepi32_epi16(_mm512_srli_epi32(avx512_round_bfloat16(x), 16));
-    _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), values);
+avx512_INLINE void avx512_get_halves_bfloat16(const uint16_t *from, int64_t half, int n, __m512 *x, __m512 *y) {
+    *x = avx512_get_bfloat16(from, n);
+    *y = avx512_get_bfloat16(from + half, n);
+}
+avx512_INLINE void avx512_put_halves_bfloat16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
+    const __m512i lower = _mm512_loadu_si512(avx512_lower), upper = _mm512_add_epi16(lower, _mm512_set1_epi16(1));
+    __m512i a = _mm512_castps_si512(x), b = _mm512_castps_si512(y);
+    __m512i both = avx512_round_bfloat16(_mm512_permutex2var_epi16(a, upper, b), _mm512_permutex2var_epi16(a, lower, b));
+    _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), _mm512_castsi512_si256(both));
+    _mm256_mask_storeu_epi16(to + half, (__mmask16)FIRST(n), _mm512_extracti64x4_epi64(both, 1));
 }
 avx512_INLINE void avx512_get_pairs_bfloat16(const uint16_t *from, int64_t half, int n, __m512 *x, __m512 *y) {
     __m512i both = _mm512_maskz_loadu_epi32((__mmask16)FIRST(n), from);
@@ -299,9 +316,11 @@ avx512_INLINE void avx512_get_pairs_bfloat16(const uint16_t *from, int64_t half,
     *y = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xffff0000)));
 }
 avx512_INLINE void avx512_put_pairs_bfloat16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
-    __m512i low = _mm512_srli_epi32(avx512_round_bfloat16(x), 16), high = avx512_round_bfloat16(y);
+    __m512i a = _mm512_castps_si512(x), b = _mm512_castps_si512(y);
+    __m512i upper = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(a, 16), b);
+    __m512i lower = _mm512_mask_blend_epi16(0xaaaaaaaa, a, _mm512_slli_epi32(b, 16));
     (void)half;
-    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_mask_blend_epi16(0xaaaaaaaa, low, high));
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), avx512_round_bfloat16(upper, lower));
 }
 avx512_INLINE __m512 avx512_get_float16(const uint16_t *from, int n) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)FIRST(n), from));
@@ -312,16 +331,16 @@ avx512_INLINE void avx512_put_float16(uint16_t *to, int n, __m512 x) {
 avx512_INLINE void avx512_get_pairs_float16(const uint16_t *from, int64_t half, int n, __m512 *x, __m512 *y) {
     __m512i both = _mm512_maskz_loadu_epi32((__mmask16)FIRST(n), from);
     (void)half;
-    *x = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(both));
-    *y = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+    both = _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_apart), both);
+    *x = _mm512_cvtph_ps(_mm512_castsi512_si256(both));
+    *y = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(both, 1));
 }
 avx512_INLINE void avx512_put_pairs_float16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
-    __m512i low = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
-    __m512i high = _mm512_cvtepu16_epi32(_mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT));
+    __m512i low = _mm512_castsi256_si512(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+    __m512i both = _mm512_inserti64x4(low, _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT), 1);
     (void)half;
-    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both));
 }
-SPLIT_HALVES(avx512, bfloat16)
 SPLIT_HALVES(avx512, float16)
 VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED)
 VECTOR_RUNS(avx512, bfloat16, uint16_t, 16, REST_MASKED)
