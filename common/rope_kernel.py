@@ -289,7 +289,7 @@ def _rotate_now(
     )
     status = _library.rope_rotate(address)
     if status:
-        position, token = _BAD.unpack_from(call, _CALL.size - _BAD.size)
+        position, _ = _BAD.unpack_from(call, _CALL.size - _BAD.size)
         if status == 1:
             raise PositionError(position, rows)
         if status == 2:
@@ -525,7 +525,7 @@ _rotate_.register_fake(lambda *_: None)
 
 
 def _remember(ctx, inputs, output) -> None:
-    query, key, positions, *rest = inputs
+    _, key, positions, *rest = inputs
     tensors = [t for t in (positions, *rest) if isinstance(t, Tensor)]
     ctx.save_for_backward(*tensors)
     ctx.slots = [isinstance(t, Tensor) for t in (positions, *rest)]

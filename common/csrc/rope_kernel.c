@@ -282,10 +282,10 @@ avx512_INLINE void avx512_rotate_bfloat16(__m512 *x, __m512 *y, __m512 c, __m512
 /* Orders of words: those of even places before those of odd ones; back, the first half's and the second's in turn. */
 static const uint16_t avx512_apart[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                           1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
-static const uint16_t avx512_in_turn[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+static const uint16_t avx512_in_turn[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 /* the lower words of two results */
-static const uint16_t avx512_lower[32] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+static const uint16_t avx512_lower[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
                                           32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
 
 /* `upper` and `lower` halves of float32 bits -> the nearest bfloat16 */
@@ -305,7 +305,8 @@ avx512_INLINE void avx512_get_halves_bfloat16(const uint16_t *from, int64_t half
 avx512_INLINE void avx512_put_halves_bfloat16(uint16_t *to, int64_t half, int n, __m512 x, __m512 y) {
     const __m512i lower = _mm512_loadu_si512(avx512_lower), upper = _mm512_add_epi16(lower, _mm512_set1_epi16(1));
     __m512i a = _mm512_castps_si512(x), b = _mm512_castps_si512(y);
-    __m512i both = avx512_round_bfloat16(_mm512_permutex2var_epi16(a, upper, b), _mm512_permutex2var_epi16(a, lower, b));
+    __m512i both =
+        avx512_round_bfloat16(_mm512_permutex2var_epi16(a, upper, b), _mm512_permutex2var_epi16(a, lower, b));
     _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), _mm512_castsi512_si256(both));
     _mm256_mask_storeu_epi16(to + half, (__mmask16)FIRST(n), _mm512_extracti64x4_epi64(both, 1));
 }
@@ -339,7 +340,8 @@ avx512_INLINE void avx512_put_pairs_float16(uint16_t *to, int64_t half, int n, _
     __m512i low = _mm512_castsi256_si512(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
     __m512i both = _mm512_inserti64x4(low, _mm512_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT), 1);
     (void)half;
-    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both));
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n),
+                             _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both));
 }
 SPLIT_HALVES(avx512, float16)
 VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED)
