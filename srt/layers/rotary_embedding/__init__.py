@@ -1,6 +1,19 @@
 """Rotary position embeddings of the LLM subsystem."""
 
 from srt.layers.rotary_embedding.base import RotaryEmbedding
-from srt.layers.rotary_embedding.factory import _ROPE_DICT, _get_live_rope_cache_entry, get_rope
+from srt.layers.rotary_embedding.factory import (
+    _ROPE_DICT,
+    _get_live_rope_cache_entry,
+    get_rope,
+    get_rope_cpu,
+    get_rope_wrapper,
+)
 
-__all__ = ["_ROPE_DICT", "RotaryEmbedding", "_get_live_rope_cache_entry", "get_rope"]
+__all__ = [
+    "_ROPE_DICT",
+    "RotaryEmbedding",
+    "_get_live_rope_cache_entry",
+    "get_rope",
+    "get_rope_cpu",
+    "get_rope_wrapper",
+]

@@ -51,11 +51,84 @@ def get_rope(
         ValueError, TypeError: an argument is wrong; the message names it, its value and what was expected. Nothing
             is cached then.
     """
+    return _shared(
+        cache,
+        None,
+        head_size,
+        rotary_dim,
+        max_position,
+        base,
+        is_neox_style,
+        rope_scaling,
+        dtype,
+        partial_rotary_factor,
+    )
+
+
+def get_rope_cpu(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: torch.device | str | None = None,
+) -> RotaryEmbedding:
+    """As :func:`get_rope`; a new table is built on ``device``, by default the CPU, whatever the default device is."""
+    device = "cpu" if device is None else device
+    return _shared(
+        None,
+        device,
+        head_size,
+        rotary_dim,
+        max_position,
+        base,
+        is_neox_style,
+        rope_scaling,
+        dtype,
+        partial_rotary_factor,
+    )
+
+
+def get_rope_wrapper(
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool = True,
+    rope_scaling: dict[str, Any] | None = None,
+    dtype: torch.dtype | None = None,
+    partial_rotary_factor: float = 1.0,
+    device: torch.device | str | None = None,
+) -> RotaryEmbedding:
+    """:func:`get_rope_cpu` where ``device`` is the CPU, else :func:`get_rope`."""
+    numbers = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+    if device is not None and torch.device(device).type == "cpu":
+        return get_rope_cpu(*numbers, device)
+    return get_rope(*numbers)
+
+
+def _shared(
+    cache: MutableMapping | None,
+    device: torch.device | str | None,
+    head_size: int,
+    rotary_dim: int,
+    max_position: int,
+    base: float,
+    is_neox_style: bool,
+    rope_scaling: dict[str, Any] | None,
+    dtype: torch.dtype | None,
+    partial_rotary_factor: float,
+) -> RotaryEmbedding:
     dtype = check_dtype(dtype)
     spec = normalize_rope(head_size, rotary_dim, max_position, base, rope_scaling, partial_rotary_factor)
     key = (head_size, spec, is_neox_style, dtype)
 
     def build() -> RotaryEmbedding:
-        return RotaryEmbedding(head_size, rotary_dim, max_position, base, is_neox_style, dtype, spec=spec)
+        return RotaryEmbedding(
+            head_size, spec.rotary_dim, max_position, base, is_neox_style, dtype, spec=spec, device=device
+        )
 
     return get_or_build(_ROPE_DICT if cache is None else cache, key, build)
