@@ -44,6 +44,10 @@ class Result:
         return not self.failed and not self.cause
 
 
+def shown(path: Path) -> str:
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
 def partition(files: list[Registration], size: int) -> list[list[Registration]]:
     """``files`` in ``size`` parts of nearly equal time: the longest first, each to the part with the least so far."""
     parts: list[list[Registration]] = [[] for _ in range(size)]
@@ -118,7 +122,7 @@ def run(files: list[Registration], *, jobs: int, limit: float | None, continue_o
         result = run_file(file.path, limit or SLACK + 10 * file.est_time, threads)
         results.append(result)
         mark = "ok  " if result.ok else "FAIL"
-        name = file.path.relative_to(ROOT)
+        name = shown(file.path)
         print(
             f"[{len(results)}/{len(files)}] {mark} {name} ({result.seconds:.0f} s, estimated {file.est_time:.0f} s)",
             flush=True,
@@ -135,7 +139,7 @@ def run(files: list[Registration], *, jobs: int, limit: float | None, continue_o
 def summary(results: list[Result]) -> str:
     lines = [f"{'file':<70}{'passed':>8}{'failed':>8}{'skipped':>8}{'seconds':>9}"]
     for r in sorted(results, key=lambda r: str(r.path)):
-        name = str(r.path.relative_to(ROOT)) if r.path.is_relative_to(ROOT) else str(r.path)
+        name = shown(r.path)
         cause = f"  {r.cause}" if r.cause else ""
         lines.append(f"{name:<70}{r.passed:>8}{r.failed:>8}{r.skipped:>8}{r.seconds:>9.1f}{cause}")
     skips = sorted({line for r in results for line in re.findall(r"^SKIPPED .*$", r.output, re.MULTILINE)})
@@ -191,9 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         files = partition(files, options.auto_partition_size)[options.auto_partition_id]
     files.sort(key=lambda f: (-f.est_time, str(f.path)))
     for file in files:
-        print(
-            f"{file.est_time:>6.0f} s  {file.suite:<28}{file.path.relative_to(ROOT) if file.path.is_relative_to(ROOT) else file.path}"
-        )
+        print(f"{file.est_time:>6.0f} s  {file.suite:<28}{shown(file.path)}")
     for file in chosen:
         if file.disabled is not None:
             print(f"disabled  {file.path}: {file.disabled}")
