@@ -9,9 +9,9 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -41,17 +41,82 @@ def linear(rotary_dim: int, base: float, *, max_position: int, factor: float) ->
     return default(rotary_dim, base, max_position=max_position)[0] / factor, 1.0
 
 
+def ntk(rotary_dim: int, base: float, *, max_position: int, factor: float, mixed_b: float | None = None) -> Frequencies:
+    """Fixed NTK scaling of the base, or with ``mixed_b`` of each pair's frequency (kexue.fm/archives/9706)."""
+    if mixed_b is None:
+        return default(rotary_dim, base * factor, max_position=max_position)[0] / factor ** (2 / rotary_dim), 1.0
+    pair = torch.arange(1, rotary_dim // 2 + 1, dtype=torch.float32, device="cpu")
+    step = torch.tensor(factor, dtype=torch.float32, device="cpu").log() / (rotary_dim / 2) ** mixed_b
+    return default(rotary_dim, base, max_position=max_position)[0] / (step * pair**mixed_b).exp(), 1.0
+
+
 def dynamic(
-    rotary_dim: int, base: float, *, max_position: int, factor: float | None = None, alpha: float | None = None
+    rotary_dim: int,
+    base: float,
+    *,
+    max_position: int,
+    factor: float | None = None,
+    alpha: float | None = None,
+    original_max_position_embeddings: int | None = None,
 ) -> Frequencies:
-    """Dynamic NTK scaling: by ``alpha`` (Hunyuan) on the base, or by ``factor`` for sequences of the full extended
-    length ``max_position * factor`` (as vLLM and sglang build their table)."""
+    """Dynamic NTK scaling: by ``alpha`` (Hunyuan) on the base; or by ``factor``, for sequences as long as the table of
+    ``max_position * factor`` positions, as vLLM and sglang fix it (Hugging Face follows each sequence's length)."""
     if alpha is not None:
-        base = base * alpha ** (rotary_dim / (rotary_dim - 2))
-    else:
-        stretched = max_position * factor
-        base = base * ((factor * stretched / max_position) - (factor - 1)) ** (rotary_dim / (rotary_dim - 2))
-    return 1.0 / _powers(rotary_dim, base), 1.0
+        return dynamic_alpha(rotary_dim, base, max_position=max_position, alpha=alpha)
+    if factor is None:
+        raise ValueError("rope_scaling of type 'dynamic' has neither 'factor' nor 'alpha'; expected one of them")
+    original = original_max_position_embeddings or max_position
+    return dynamic_ntk(rotary_dim, base, length=max_position * factor, original=original, factor=factor)
+
+
+def dynamic_alpha(rotary_dim: int, base: float, *, max_position: int, alpha: float) -> Frequencies:
+    """``base * alpha ** (d / (d - 2))``."""
+    return default(rotary_dim, base * alpha ** (rotary_dim / (rotary_dim - 2)), max_position=max_position)
+
+
+def dynamic_ntk(rotary_dim: int, base: float, *, length: float, original: int, factor: float) -> Frequencies:
+    """The dynamic NTK frequencies of a sequence of ``length`` tokens; those of the base up to ``original``."""
+    stretch = (factor * max(length, original) / original) - (factor - 1)
+    return default(rotary_dim, base * stretch ** (rotary_dim / (rotary_dim - 2)), max_position=original)
+
+
+def longrope(
+    rotary_dim: int,
+    base: float,
+    *,
+    max_position: int,
+    short_factor: Sequence[float],
+    long_factor: Sequence[float],
+    original_max_position_embeddings: int,
+    factor: float | None = None,
+    attention_factor: float | None = None,
+    short_mscale: float | None = None,
+    long_mscale: float | None = None,
+) -> Frequencies:
+    """LongRoPE (arXiv 2402.13753): a divisor for each pair. The long ones where the model is made for more than the
+    original length (as vLLM chooses, so that a sequence's rows do not change when it crosses it), else the short."""
+    original = original_max_position_embeddings
+    long = max_position > original
+    divisors, name = (long_factor, "long_factor") if long else (short_factor, "short_factor")
+    if len(divisors) != rotary_dim // 2:
+        raise ValueError(f"{name} has {len(divisors)} numbers; expected rotary_dim/2 = {rotary_dim // 2}")
+    scale = long_mscale if long else short_mscale
+    if scale is None:
+        scale = attention_factor
+    if scale is None:
+        factor = max_position / original if factor is None else factor
+        scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return 1.0 / (torch.tensor(divisors, dtype=torch.float32, device="cpu") * _powers(rotary_dim, base)), float(scale)
+
+
+def proportional(
+    rotary_dim: int, base: float, *, max_position: int, factor: float = 1.0, rope_proportion: float = 1.0
+) -> Frequencies:
+    """Gemma 4: the exponents of the whole head, but only the first ``rope_proportion`` of the pairs turn."""
+    turning = int(rope_proportion * rotary_dim // 2)
+    inv_freq = torch.zeros(rotary_dim // 2, dtype=torch.float32, device="cpu")
+    inv_freq[:turning] = default(rotary_dim, base, max_position=max_position)[0][:turning]
+    return inv_freq / factor, 1.0
 
 
 def llama3(
@@ -79,31 +144,10 @@ def _yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def yarn(
-    rotary_dim: int,
-    base: float,
-    *,
-    max_position: int,
-    factor: float,
-    original_max_position_embeddings: int | None = None,
-    attention_factor: float | None = None,
-    mscale: float | None = None,
-    mscale_all_dim: float | None = None,
-    beta_fast: float = 32,
-    beta_slow: float = 1,
-    truncate: bool = True,
-    extrapolation_factor: float = 1,
-    attn_factor: float = 1,
-) -> Frequencies:
-    """YaRN (arXiv 2309.00071): slow pairs interpolated, fast ones kept, a ramp between the pairs that turn
-    ``beta_slow`` and ``beta_fast`` times within the original length."""
-    original = max_position if original_max_position_embeddings is None else original_max_position_embeddings
-    if attention_factor is None:
-        if mscale and mscale_all_dim:
-            attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
-        else:
-            attention_factor = _yarn_magnitude(factor)
-        attention_factor *= attn_factor
+def _yarn_kept(
+    rotary_dim: int, base: float, original: int, beta_fast: float, beta_slow: float, truncate: bool
+) -> Tensor:
+    """How much of each pair's frequency is kept: all of the fast ones', none of the slow ones', a ramp between."""
 
     def pair_turning(times: float) -> float:
         return (rotary_dim * math.log(original / (times * 2 * math.pi))) / (2 * math.log(base))
@@ -115,7 +159,39 @@ def yarn(
     if first == last:
         last += 0.001
     ramp = (torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu") - first) / (last - first)
-    kept = (1 - torch.clamp(ramp, 0, 1)) * extrapolation_factor
+    return 1 - torch.clamp(ramp, 0, 1)
+
+
+def yarn(
+    rotary_dim: int,
+    base: float,
+    *,
+    max_position: int,
+    factor: float | None = None,
+    original_max_position_embeddings: int | None = None,
+    attention_factor: float | None = None,
+    mscale: float | None = None,
+    mscale_all_dim: float | None = None,
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    truncate: bool = True,
+    extrapolation_factor: float = 1,
+    attn_factor: float = 1,
+    apply_yarn_scaling: bool = True,
+) -> Frequencies:
+    """YaRN (arXiv 2309.00071): slow pairs interpolated, fast ones kept, a ramp between the pairs that turn
+    ``beta_slow`` and ``beta_fast`` times within the original length."""
+    original = max_position if original_max_position_embeddings is None else original_max_position_embeddings
+    if factor is None:
+        factor = max_position / original
+    if attention_factor is None:
+        if mscale and mscale_all_dim:
+            attention_factor = _yarn_magnitude(factor, mscale) / _yarn_magnitude(factor, mscale_all_dim)
+        else:
+            attention_factor = _yarn_magnitude(factor)
+        attention_factor = attention_factor * attn_factor if apply_yarn_scaling else 1.0
+
+    kept = _yarn_kept(rotary_dim, base, original, beta_fast, beta_slow, truncate) * extrapolation_factor
     powers = _powers(rotary_dim, base)
     return (1.0 / (factor * powers)) * (1 - kept) + (1.0 / powers) * kept, float(attention_factor)
 
@@ -151,6 +227,69 @@ def deepseek_yarn(
     )
 
 
+def telechat3_yarn(
+    rotary_dim: int,
+    base: float,
+    *,
+    max_position: int,
+    factor: float,
+    original_max_position_embeddings: int | None = None,
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    truncate: bool = True,
+    extrapolation_factor: float = 1,
+    attn_factor: float = 1,
+) -> Frequencies:
+    """YaRN with TeleChat3's slower growing magnitude."""
+    return yarn(
+        rotary_dim,
+        base,
+        max_position=max_position,
+        factor=factor,
+        original_max_position_embeddings=original_max_position_embeddings,
+        attention_factor=(1.0 if factor <= 1 else 0.07 * math.log(factor) + 1.0) * attn_factor,
+        beta_fast=beta_fast,
+        beta_slow=beta_slow,
+        truncate=truncate,
+        extrapolation_factor=extrapolation_factor,
+    )
+
+
+def grok1(
+    rotary_dim: int,
+    base: float,
+    *,
+    max_position: int,
+    factor: float,
+    original_max_position_embeddings: int | None = None,
+    extra_method: str = "yarn_log",
+    beta_fast: float = 32,
+    beta_slow: float = 1,
+    extrapolation_factor: float = 1,
+) -> Frequencies:
+    """Grok-1's scalings: YaRN's ramp on the logarithm of the frequencies (``yarn_log``), on the frequencies (``yarn``,
+    ``yarn_linear``), a scaled base (``theta_scale``) or none (``original``); cos and sin unscaled."""
+    original = original_max_position_embeddings or max_position
+    ramp = {"beta_fast": beta_fast, "beta_slow": beta_slow, "extrapolation_factor": extrapolation_factor}
+    if extra_method == "original":
+        return default(rotary_dim, base, max_position=original)
+    if extra_method in ("yarn", "yarn_linear"):
+        return yarn(rotary_dim, base, max_position=original, factor=factor, attention_factor=1.0, **ramp)
+    if extra_method == "yarn_log":
+        kept = _yarn_kept(rotary_dim, base, original, beta_fast, beta_slow, True) * extrapolation_factor
+        powers = _powers(rotary_dim, base)
+        slow, fast = torch.log(1.0 / (factor * powers)), torch.log(1.0 / powers)
+        return torch.exp(fast * kept + slow * (1.0 - kept)), 1.0
+    if extra_method == "theta_scale":
+        turns = 2 * math.pi
+        return default(
+            rotary_dim,
+            base ** (math.log(original * factor / turns) / math.log(original / turns)),
+            max_position=original,
+        )
+    raise ValueError(f"extra_method is {extra_method!r}; expected original, yarn, yarn_linear, yarn_log or theta_scale")
+
+
 @dataclass(frozen=True)
 class RopeType:
     """A row of the table of types: its frequencies, and whether a table may grow beyond its full length (not where
@@ -159,15 +298,70 @@ class RopeType:
     frequencies: Callable[..., Frequencies]
     grows: bool = True
 
+    @cached_property
+    def parameters(self) -> dict[str, inspect.Parameter]:
+        """The keyword arguments beside ``max_position``: without a default, they are required."""
+        signature = inspect.signature(self.frequencies).parameters
+        return {name: p for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and name != "max_position"}
+
 
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(default),
     "linear": RopeType(linear),
+    "ntk": RopeType(ntk),
     "dynamic": RopeType(dynamic, grows=False),
     "llama3": RopeType(llama3),
     "yarn": RopeType(yarn),
     "deepseek_yarn": RopeType(deepseek_yarn),
+    "telechat3-yarn": RopeType(telechat3_yarn),
+    "grok1": RopeType(grok1),
+    "longrope": RopeType(longrope, grows=False),
+    "proportional": RopeType(proportional),
+    "xdrope": RopeType(dynamic_alpha),
 }
+_SPELLINGS = {
+    "deepseek_llama_scaling": "deepseek_yarn",
+    "su": "longrope",
+    "mrope": "default",
+    "openpangu": "default",
+    "telechat3_yarn": "telechat3-yarn",
+}
+
+
+# --- positions of several axes ---------------------------------------------------------------------------------------
+
+
+def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[int, ...]:
+    """The axis of positions that each pair takes: ``sum(section)`` numbers.
+
+    Args:
+        section: pairs of each axis (``mrope_section``), in the order that the layout says.
+        layout: ``chunked``, one axis after another (Qwen2-VL, XD-RoPE); ``interleaved``, axes in turn until one is
+            used up, the first taking the rest (Qwen3-VL); ``glm``, axes in turn, one used up being passed over (GLM);
+            ``ernie``, height and width in turn, time last, for ``section`` (height, width, time) (Ernie 4.5 VL).
+    """
+    pairs = sum(section)
+    if layout == "chunked":
+        return tuple(axis for axis, count in enumerate(section) for _ in range(count))
+    if layout == "interleaved":
+        axes = [0] * pairs
+        for axis in range(1, len(section)):
+            for pair in range(axis, section[axis] * len(section), len(section)):
+                axes[pair] = axis
+        return tuple(axes)
+    if layout == "glm":
+        left, axes = list(section), []
+        for pair in range(pairs):
+            axis = next(a % len(left) for a in range(pair, pair + len(left)) if left[a % len(left)])
+            left[axis] -= 1
+            axes.append(axis)
+        return tuple(axes)
+    if layout != "ernie":
+        raise ValueError(f"mrope_layout is {layout!r}; expected chunked, interleaved, glm or ernie")
+    height, width, time = section
+    if height != width:
+        raise ValueError(f"mrope_section is {tuple(section)}; Ernie's layout expects equal height and width")
+    return (1, 2) * height + (0,) * time
 
 
 # --- the numbers of one rope ----------------------------------------------------------------------------------------
@@ -175,13 +369,17 @@ ROPE_TYPES: dict[str, RopeType] = {
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """The validated, hashable numbers that determine a table."""
+    """The validated, hashable numbers of a rope: what its table and its rotation depend on.
+
+    ``pair_axes`` is the axis of positions that each pair takes (mRoPE), or None where positions have one axis.
+    """
 
     rotary_dim: int
     base: float
     rope_type: str
     max_position: int
     params: tuple[tuple[str, Hashable], ...] = ()
+    pair_axes: tuple[int, ...] | None = None
 
     @property
     def grows(self) -> bool:
@@ -194,10 +392,10 @@ class RopeSpec:
 
     @cached_property
     def full_rows(self) -> int:
-        """Positions that the type is made for: extended types reach ``factor`` times the original length."""
+        """Positions that the rope is made for: types that stretch reach ``factor`` times the original length."""
         params = dict(self.params)
         factor = params.get("factor")
-        if self.rope_type in ("default", "llama3") or factor is None:
+        if factor is None or self.rope_type in ("llama3", "longrope", "proportional"):
             return self.max_position
         original = params.get("original_max_position_embeddings") or self.max_position
         return max(self.max_position, math.ceil(original * factor))
@@ -225,6 +423,38 @@ def check_dtype(dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
+# Keys of a rope_scaling that say something else than a parameter of its type.
+_BOOKKEEPING = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+        "mrope_section",
+        "mrope_interleaved",
+        "mrope_interleaved_glm",
+        "mrope_layout",
+        "xdrope_section",
+        "finetuned",
+    }
+)
+_POSITIVE = frozenset(
+    {
+        "alpha",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "factor",
+        "high_freq_factor",
+        "long_factor",
+        "low_freq_factor",
+        "original_max_position_embeddings",
+        "short_factor",
+    }
+)
+
+
 def normalize_rope(
     head_size: int,
     rotary_dim: int,
@@ -233,40 +463,137 @@ def normalize_rope(
     rope_scaling: Mapping[str, Any] | None = None,
     partial_rotary_factor: float = 1.0,
 ) -> RopeSpec:
+    """The validated numbers of a rope; equal meaning gives an equal spec, whatever the order and spelling.
+
+    Args:
+        rope_scaling: type and parameters as in a ``config.json``, nested lists and dicts welcome; None is the default.
+        partial_rotary_factor: below 1, ``rotary_dim`` is multiplied by it.
+
+    Raises:
+        ValueError, TypeError: naming the argument, its value and what was expected; an unknown type lists the known,
+            a missing or unknown parameter of a type is named.
+    """
+    if rope_scaling is not None and not isinstance(rope_scaling, Mapping):
+        raise TypeError(f"rope_scaling is {rope_scaling!r}; expected a dict or None")
+    frozen = None if rope_scaling is None else _freeze(rope_scaling)
+    try:
+        return _normalize(head_size, rotary_dim, max_position, base, frozen, partial_rotary_factor)
+    except TypeError as error:
+        if "unhashable" not in str(error):
+            raise
+        raise TypeError(
+            f"head_size={head_size!r}, rotary_dim={rotary_dim!r}, max_position={max_position!r}, base={base!r}, "
+            f"rope_scaling={rope_scaling!r}: expected numbers, and numbers, strings, lists and dicts in rope_scaling"
+        ) from None
+
+
+def _freeze(value: Any) -> Hashable:
+    """``value`` hashable, with its type where ``==`` would not tell: True from 1."""
+    if isinstance(value, Mapping):
+        return "dict", tuple(sorted((str(key), _freeze(part)) for key, part in value.items()))
+    if isinstance(value, (list, tuple)):
+        return "list", tuple(map(_freeze, value))
+    return type(value).__name__, value
+
+
+def _thaw(frozen: tuple) -> Any:
+    kind, value = frozen
+    if kind == "dict":
+        return {key: _thaw(part) for key, part in value}
+    return tuple(map(_thaw, value)) if kind == "list" else value
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _normalize(
+    head_size: int, rotary_dim: int, max_position: int, base: float, frozen: tuple | None, partial_rotary_factor: float
+) -> RopeSpec:
     for name, value in (("head_size", head_size), ("rotary_dim", rotary_dim), ("max_position", max_position)):
         if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r}")
+            raise TypeError(f"{name} is {value!r}; expected an int")
         if value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")
-    for name, value in (("base", base), ("partial_rotary_factor", partial_rotary_factor)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"{name} must be a number, got {value!r}")
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+            raise ValueError(f"{name} is {value}; expected a positive number")
+    _check_number("base", base, positive=True)
+    _check_number("partial_rotary_factor", partial_rotary_factor, positive=True)
     if partial_rotary_factor < 1.0:
         rotary_dim = int(rotary_dim * partial_rotary_factor)
-    if rotary_dim % 2 or rotary_dim <= 0 or rotary_dim > head_size:
-        raise ValueError(f"rotary_dim must be even and in 2..head_size={head_size}, got {rotary_dim}")
-    if rope_scaling is None:
-        rope_scaling = {}
-    if not isinstance(rope_scaling, Mapping):
-        raise TypeError(f"rope_scaling must be a dict or None, got {rope_scaling!r}")
-    rope_type = rope_scaling.get("rope_type", rope_scaling.get("type", "default"))
-    if rope_type not in ROPE_TYPES:
-        raise ValueError(f"rope_type {rope_type!r} is unknown; known are {', '.join(sorted(ROPE_TYPES))}")
-    signature = inspect.signature(ROPE_TYPES[rope_type].frequencies).parameters
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
+        raise ValueError(f"rotary_dim is {rotary_dim}; expected an even number from 2 to head_size {head_size}")
+    scaling = {} if frozen is None else _thaw(frozen)
+    name = scaling.get("rope_type", scaling.get("type", "default" if frozen is None else None))
+    if name is None and set(scaling) <= _BOOKKEEPING:
+        name = "default"
+    kind = _SPELLINGS.get(name, name)
+    if kind not in ROPE_TYPES:
+        known = ", ".join(sorted((*ROPE_TYPES, *_SPELLINGS)))
+        raise ValueError(f"rope_type of rope_scaling is {name!r}; known are {known}")
+    theta = scaling.get("rope_theta")
+    if theta is not None and theta != base:
+        raise ValueError(f"rope_theta of rope_scaling is {theta!r}, but base is {base!r}; expected the same number")
+    params = _parameters(kind, scaling)
+    return RopeSpec(rotary_dim, float(base), kind, max_position, params, _pair_axes(name, scaling, rotary_dim))
+
+
+def _parameters(kind: str, scaling: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+    """The parameters of a type, checked against its function's signature, with the defaults filled in."""
+    known = ROPE_TYPES[kind].parameters
+    for name, value in scaling.items():
+        if name not in known and name not in _BOOKKEEPING and value is not None:
+            expected = ", ".join(known) or "none"
+            raise ValueError(f"rope_scaling of type {kind!r} has the parameter {name}={value!r}; known are {expected}")
     params = {}
-    for name, parameter in list(signature.items())[3:]:
-        value = rope_scaling.get(name, parameter.default)
-        if value is parameter.empty:
-            raise ValueError(f"rope_scaling of type {rope_type!r} lacks the parameter {name}")
-        if value is not None and not isinstance(value, (int, float)):
-            raise TypeError(f"rope_scaling parameter {name} must be a number, got {value!r}")
+    for name, parameter in known.items():
+        value = scaling.get(name)
+        if value is None:
+            if parameter.default is parameter.empty:
+                raise ValueError(f"rope_scaling of type {kind!r} lacks the parameter {name!r}")
+            value = parameter.default
+        elif parameter.annotation.startswith("Sequence"):
+            if not isinstance(value, tuple):
+                raise TypeError(f"{name} of rope_scaling is {value!r}; expected a list of numbers")
+            for number in value:
+                _check_number(f"{name} of rope_scaling", number, name in _POSITIVE)
+        elif parameter.annotation in ("bool", "str"):
+            if type(value).__name__ != parameter.annotation:
+                raise TypeError(f"{name} of rope_scaling is {value!r}; expected a {parameter.annotation}")
+        else:
+            _check_number(f"{name} of rope_scaling", value, name in _POSITIVE)
         params[name] = value
-    return RopeSpec(rotary_dim, float(base), rope_type, max_position, tuple(sorted(params.items())))
+    return tuple(sorted(params.items()))
+
+
+def _check_number(name: str, value: Any, positive: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; expected a number")
+    if not math.isfinite(value) or (positive and value <= 0):
+        raise ValueError(f"{name} is {value!r}; expected a {'positive, ' if positive else ''}finite number")
+
+
+def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
+    """The axis of each pair, if the rope has positions of several axes."""
+    key = "xdrope_section" if name == "xdrope" else "mrope_section"
+    section = scaling.get(key)
+    if section is None:
+        if name in ("mrope", "xdrope", "openpangu"):
+            raise ValueError(f"rope_scaling of type {name!r} lacks the parameter {key!r}")
+        return None
+    whole = isinstance(section, tuple) and all(type(n) is int and n >= 0 for n in section)
+    if not whole or 2 * sum(section) != rotary_dim:
+        raise ValueError(f"{key} is {section!r}; expected whole numbers that sum to rotary_dim/2 = {rotary_dim // 2}")
+    if scaling.get("mrope_interleaved_glm"):
+        layout = "glm"
+    else:
+        layout = scaling.get("mrope_layout", "interleaved" if scaling.get("mrope_interleaved") else "chunked")
+    if name == "openpangu" and layout == "interleaved":
+        layout = "pangu"
+    return mrope_pair_axes(section, layout)
 
 
 def cos_sin_table(inv_freq: Tensor, scale: float, rows: int, start: int = 0) -> Tensor:
+    """Rows ``start`` to ``start + rows`` of the table: float32 ``[rows, 2 * len(inv_freq)]``, cos half, then sin half.
+
+    Filled block by block, so that beside the table only a block lives, and that a row has the same bits whichever rows
+    are built with it.
+    """
     half = inv_freq.numel()
     table = torch.empty((rows, 2 * half), dtype=torch.float32, device="cpu")
     step = max(1, (1 << 18) // half)
