@@ -27,7 +27,6 @@ class RopeTable(LiveBuffers):
         spec: the validated numbers of the rope type.
         head_size: elements of a head; those from ``rotary_dim`` on pass unrotated.
         is_neox_style: rotate pairs ``(i, i + rotary_dim/2)`` as GPT-NeoX does, else ``(2i, 2i+1)`` as GPT-J does.
-        pair_axes: for positions of several axes (mRoPE), the axis that each of the ``rotary_dim/2`` pairs takes.
     """
 
     def __init__(
@@ -36,7 +35,6 @@ class RopeTable(LiveBuffers):
         head_size: int,
         is_neox_style: bool,
         *,
-        pair_axes: tuple[int, ...] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -44,7 +42,6 @@ class RopeTable(LiveBuffers):
         self.head_size = head_size
         self.rotary_dim = spec.rotary_dim
         self.is_neox_style = is_neox_style
-        self.pair_axes = None if pair_axes is None else tuple(pair_axes)
         self._rows = rope_frequencies.table_rows(spec)
         inv_freq, scale = cache_liveness.born_clean(spec.frequencies)
         self._values_key = (tuple(inv_freq.tolist()), scale)
@@ -54,10 +51,11 @@ class RopeTable(LiveBuffers):
     def _prepare(self) -> None:
         """What belongs to this object and not to its arguments."""
         self._handle = register_live(self)
+        axes = self.spec.pair_axes
         self._pair_axis = (
             None
-            if self.pair_axes is None
-            else cache_liveness.born_clean(lambda: torch.tensor(self.pair_axes, dtype=torch.uint8, device="cpu"))
+            if axes is None
+            else cache_liveness.born_clean(lambda: torch.tensor(axes, dtype=torch.uint8, device="cpu"))
         )
 
     def __getstate__(self) -> dict:
@@ -129,11 +127,13 @@ class RopeTable(LiveBuffers):
         inverse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Rotate ``query`` and ``key``, ``[tokens, heads, head_size]`` or ``[batch, seq, heads, head_size]``, by a
-        table that was checked, healed and grown as needed before anything is written."""
+        table that was checked, healed and grown as needed before anything is written. Where the rope's positions have
+        several axes, positions of one dimension are the same on all of them (text)."""
         device = query.device
         if device.type == "meta":
             empty = torch.empty_like
             return (query, key) if inplace else (empty(query), None if key is None else empty(key))
+        pair_axis = None if positions is None or positions.dim() == 1 else self._pair_axis
         for _ in range(_ATTEMPTS):
             table = self.live("cos_sin_cache", device)
             try:
@@ -143,7 +143,7 @@ class RopeTable(LiveBuffers):
                     positions,
                     table,
                     is_neox_style=self.is_neox_style,
-                    pair_axis=self._pair_axis,
+                    pair_axis=pair_axis,
                     inverse=inverse,
                     inplace=inplace,
                     row_checks=self._checks.get("cos_sin_cache"),

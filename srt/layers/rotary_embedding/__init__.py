@@ -8,9 +8,11 @@ from srt.layers.rotary_embedding.factory import (
     get_rope_cpu,
     get_rope_wrapper,
 )
+from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 __all__ = [
     "_ROPE_DICT",
+    "MRotaryEmbedding",
     "RotaryEmbedding",
     "_get_live_rope_cache_entry",
     "get_rope",

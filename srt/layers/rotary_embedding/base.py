@@ -39,12 +39,11 @@ class RotaryEmbedding(RopeTable):
         rope_scaling: dict[str, Any] | None = None,
         *,
         spec: RopeSpec | None = None,
-        pair_axes: tuple[int, ...] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         if spec is None:
             spec = normalize_rope(head_size, rotary_dim, max_position_embeddings, base, rope_scaling)
-        super().__init__(spec, head_size, is_neox_style, pair_axes=pair_axes, device=device)
+        super().__init__(spec, head_size, is_neox_style, device=device)
         self.max_position_embeddings = max_position_embeddings
         self.base = base
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -81,15 +80,15 @@ class RotaryEmbedding(RopeTable):
             raise NotImplementedError("fused_set_kv_buffer_arg is not supported: write the KV buffer after rotating")
         if offsets is not None:
             positions = positions + offsets
-        return self._rotate_heads(positions, positions.numel(), query, key, inplace)
-
-    def _rotate_heads(
-        self, positions: Tensor, tokens: int, query: Tensor, key: Tensor | None, inplace: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        # positions of several axes have one more dimension in front
+        axes = 1 if self.spec.pair_axes is not None and positions.dim() > 1 else 0
+        tokens = positions.shape[axes:].numel()
         q = split_heads(query, tokens, self.head_size, "query")
         k = None if key is None else split_heads(key, tokens, self.head_size, "key")
-        if q.dim() == 3 and positions.dim() > (1 if self.pair_axes is None else 2):
+        if q.dim() == 3 and positions.dim() == axes + 2:
             positions = positions.flatten(-2)
+        elif q.dim() == 4 and positions.dim() == axes + 1 and q.shape[0] * q.shape[1] == tokens:
+            positions = positions.unflatten(-1, q.shape[:2])
         q, k = live_rotate(self, positions, q, k, inplace=inplace)
         if inplace:
             return query, key
@@ -109,8 +108,6 @@ def split_heads(tensor: Tensor, tokens: int, head_size: int, name: str) -> Tenso
             f"{name} has shape {tuple(tensor.shape)}; expected [tokens, heads * {head_size}], [tokens, heads, "
             f"{head_size}], [batch, seq, heads * {head_size}] or [batch, seq, heads, {head_size}]"
         )
-    if dim == 2 or (
-        dim == 3 and (last != head_size or (tensor.shape[0] != tokens and tensor.shape[0] * tensor.shape[1] == tokens))
-    ):
+    if dim == 2 or (dim == 3 and (last != head_size or tensor.shape[0] != tokens)):
         return tensor.unflatten(-1, (last // head_size, head_size))
     return tensor

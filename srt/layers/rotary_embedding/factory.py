@@ -11,6 +11,7 @@ from torch import nn
 from common.cache_liveness import LiveCache, get_live_entry, get_or_build
 from common.rope_frequencies import check_dtype, normalize_rope
 from srt.layers.rotary_embedding.base import RotaryEmbedding
+from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 _ROPE_DICT = LiveCache("srt.rope")
 
@@ -127,8 +128,7 @@ def _shared(
     key = (head_size, spec, is_neox_style, dtype)
 
     def build() -> RotaryEmbedding:
-        return RotaryEmbedding(
-            head_size, spec.rotary_dim, max_position, base, is_neox_style, dtype, spec=spec, device=device
-        )
+        layer = RotaryEmbedding if spec.pair_axes is None else MRotaryEmbedding
+        return layer(head_size, spec.rotary_dim, max_position, base, is_neox_style, dtype, spec=spec, device=device)
 
     return get_or_build(_ROPE_DICT if cache is None else cache, key, build)
