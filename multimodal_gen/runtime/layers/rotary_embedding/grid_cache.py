@@ -8,6 +8,7 @@ already holds its own. Lending costs about a microsecond for cos and sin togethe
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import threading
 import time
@@ -58,13 +59,20 @@ def cleanly(build: Callable[..., Any], *args: Any) -> Any:
         return build(*args)
 
 
-class _Entry(NamedTuple):
-    tensors: tuple[Tensor, ...]
-    marks: tuple[tuple[int, int], ...]  # version and storage size of each tensor when it was right
-    nbytes: int
+class _Entry:
+    """Cached tensors, and how to know that they are untouched."""
+
+    __slots__ = ("marks", "nbytes", "tensors", "used")
+
+    def __init__(self, tensors: tuple[Tensor, ...]):
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self.tensors = tensors
+        self.marks = [(tensor, tensor._version, size) for tensor, size in zip(tensors, sizes)]
+        self.nbytes = sum(sizes)
+        self.used = 0
 
     def intact(self) -> bool:
-        for tensor, (version, size) in zip(self.tensors, self.marks):
+        for tensor, version, size in self.marks:
             if tensor._version != version or tensor.is_meta or tensor.untyped_storage().nbytes() != size:
                 return False
         return True
@@ -72,11 +80,12 @@ class _Entry(NamedTuple):
 
 class _Seen(NamedTuple):
     positions: Tensor
+    address: int
     token: int
 
 
 class GridCache:
-    """Least recently used grids first to go, bounded by the bytes held; safe under threads and forks.
+    """Bounded by the bytes held, the least recently used grids go first; safe under threads and forks.
 
     Args:
         name: what reports call it.
@@ -86,10 +95,10 @@ class GridCache:
     def __init__(self, name: str, limit: int = DEFAULT_LIMIT):
         self.name = name
         self.limit = limit
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: dict[Hashable, _Entry] = {}
         self._seen: OrderedDict[Hashable, list[_Seen]] = OrderedDict()
         self._tokens = 0
-        self.nbytes = self.hits = self.misses = self.drops = 0
+        self.nbytes = self.uses = self.misses = self.drops = 0
         self.build_seconds = 0.0
         self._make_locks()
         if hasattr(os, "register_at_fork"):
@@ -103,9 +112,7 @@ class GridCache:
         self, form: Callable[..., tuple[Tensor, ...]], *args: Hashable, device: torch.device
     ) -> tuple[Tensor, ...]:
         """``form(*args, device)``, a pure function of hashable arguments, which are the key."""
-        if traced():
-            return form(*args, device)
-        if device.type == "meta":
+        if traced() or device.type == "meta":
             return cleanly(form, *args, device)
         return self._get((form, args, device), lambda: form(*args, device))
 
@@ -116,19 +123,16 @@ class GridCache:
 
         Not cached where reading that content would make the device wait: anywhere but on the CPU.
         """
-        if traced() or positions.device.type != "cpu":
+        if not positions.is_cpu or traced():
             return cleanly(form, positions, *args)
         key = (form, args, self._token(positions), positions.device)
         return self._get(key, lambda: form(positions, *args))
 
     def _get(self, key: Hashable, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None:
-                self._entries.move_to_end(key)
-                self.hits += 1
+        entry = self._entries.get(key)
         if entry is None or not entry.intact():
             entry = self._build(key, build)
+        self.uses = entry.used = self.uses + 1
         return lend(entry.tensors)
 
     def _build(self, key: Hashable, build: Callable[[], tuple[Tensor, ...]]) -> _Entry:
@@ -144,13 +148,12 @@ class GridCache:
             started = time.perf_counter()
             tensors = cleanly(build)
             self.build_seconds += time.perf_counter() - started
-            sizes = [t.untyped_storage().nbytes() for t in tensors]
-            entry = _Entry(tensors, tuple((t._version, size) for t, size in zip(tensors, sizes)), sum(sizes))
+            entry = _Entry(tensors)
             with self._lock:
                 if entry.nbytes <= self.limit:
+                    self._shrink(self.limit - entry.nbytes)
                     self._entries[key] = entry
                     self.nbytes += entry.nbytes
-                    self._shrink()
             return entry
 
     def _drop(self, key: Hashable) -> int:
@@ -158,9 +161,11 @@ class GridCache:
         self.nbytes -= entry.nbytes
         return entry.nbytes
 
-    def _shrink(self) -> None:
-        while self.nbytes > self.limit:
-            self._drop(next(iter(self._entries)))
+    def _shrink(self, limit: int) -> None:
+        for key, _ in sorted(self._entries.items(), key=lambda item: item[1].used):
+            if self.nbytes <= limit:
+                break
+            self._drop(key)
 
     def set_limit(self, limit: int) -> None:
         """Hold at most ``limit`` bytes from now on."""
@@ -168,7 +173,7 @@ class GridCache:
             raise ValueError(f"limit must be a number of bytes >= 0, got {limit}")
         with self._lock:
             self.limit = limit
-            self._shrink()
+            self._shrink(limit)
 
     def clear(self) -> int:
         """Drop every grid; the bytes dropped. What callers hold stays theirs."""
@@ -178,6 +183,10 @@ class GridCache:
             return freed
 
     release_memory = invalidate_memory = clear  # a grid is rebuilt faster than it is verified
+
+    @property
+    def hits(self) -> int:
+        return self.uses - self.misses
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -189,21 +198,21 @@ class GridCache:
 
     def _token(self, positions: Tensor) -> int:
         """A number that stands for the content of ``positions`` in a key."""
-        positions = positions.detach().contiguous()
+        if not positions.is_contiguous():
+            positions = positions.contiguous()
         kind = (positions.dtype, positions.shape)
-        nbytes = positions.numel() * positions.element_size()
-        address = _data_address(positions)
+        address, nbytes = _data_address(positions), positions.nbytes
         with self._lock:
             known = self._seen.get(kind, ())
             for at, seen in enumerate(known):
-                if _same_bytes(_data_address(seen.positions), address, nbytes):
+                if _compare(seen.address, address, nbytes) == 0:
                     if at:
                         known.insert(0, known.pop(at))
                     return seen.token
-        copy = born_clean(positions.clone)
+        copy = cleanly(positions.clone)
         with self._lock:
             self._tokens += 1
-            self._seen.setdefault(kind, []).insert(0, _Seen(copy, self._tokens))
+            self._seen.setdefault(kind, []).insert(0, _Seen(copy, copy.data_ptr(), self._tokens))
             del self._seen[kind][8:]
             self._seen.move_to_end(kind)
             while len(self._seen) > 32:
@@ -211,13 +220,8 @@ class GridCache:
             return self._tokens
 
 
-def _memcmp() -> Callable[[int, int, int], bool]:
-    compare = ctypes.CDLL(None).memcmp if os.name == "posix" else ctypes.cdll.msvcrt.memcmp
-    compare.argtypes, compare.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
-    return lambda left, right, nbytes: compare(left, right, nbytes) == 0
-
-
-_same_bytes = _memcmp()
+_compare = (ctypes.PyDLL(None) if os.name == "posix" else ctypes.cdll.msvcrt).memcmp
+_compare.argtypes, _compare.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t), ctypes.c_int
 
 
 def lend(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -240,7 +244,7 @@ GRIDS = GridCache("multimodal_gen grids")
 
 # --- memory of results ----------------------------------------------------------------------------------------------
 
-_HUGE_PAGE = 1 << 21
+_PAGE, _HUGE_PAGE = mmap.PAGESIZE, 1 << 21
 _ADVISE_HUGE_PAGES = 14  # MADV_HUGEPAGE
 
 
@@ -260,8 +264,7 @@ def empty_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     """Uninitialised memory for a grid, in huge pages where the system offers them: first touching a large grid page
     by page takes three times as long as filling it."""
     out = torch.empty(shape, dtype=dtype, device=device)
-    if _advise is not None and not traced() and device.type == "cpu" and out.nbytes >= 2 * _HUGE_PAGE:
-        start = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        length = out.data_ptr() + out.nbytes - start
-        _advise(start, length // _HUGE_PAGE * _HUGE_PAGE, _ADVISE_HUGE_PAGES)
+    if _advise is not None and not traced() and device.type == "cpu" and out.nbytes >= _HUGE_PAGE:
+        start = out.data_ptr() & -_PAGE
+        _advise(start, out.data_ptr() + out.nbytes - start, _ADVISE_HUGE_PAGES)
     return out

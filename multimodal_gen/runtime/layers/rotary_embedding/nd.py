@@ -8,10 +8,11 @@ position tensor and no float64 intermediate of the full size is made.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from common.rope_grid import Columns, fill_tables
 
 from .grid_cache import GRIDS, cleanly, empty_result, table_device, traced
 from .sharding import rank_and_size, shard_bounds
@@ -21,54 +22,23 @@ PAIRS = "pairs"  # each column twice, side by side:           c0 c0 c1 c1 ...
 TILED = "tiled"  # all columns, then all of them again:       c0 c1 ... c0 c1 ...
 
 
+_CPU = torch.device("cpu")
+
 # --- filling a grid -------------------------------------------------------------------------------------------------
 
 
-class Columns(NamedTuple):
-    """Columns of the result that depend on one axis: ``values`` is ``[positions on that axis, width]``."""
+def grid_tables(shape: Sequence[int], tables: Sequence[Sequence[Columns]], device: torch.device) -> list[Tensor]:
+    """The tables of a grid, each ``[tokens, sum of widths]``, contiguous, on ``device``, tokens in row-major order.
 
-    axis: int
-    values: Tensor
-
-
-def fill_grid(shape: Sequence[int], columns: Sequence[Columns], device: torch.device) -> Tensor:
-    """The table of a grid: ``[*shape, sum of widths]``, contiguous, on ``device``, of the columns' dtype.
-
-    Row ``(i0, i1, ...)`` holds, one after another, row ``i_axis`` of each of ``columns``. ``values`` may have one row,
-    which then holds for the whole axis.
+    Row ``(i0, i1, ...)`` of a table holds, one after another, row ``i_axis`` of each of its columns.
     """
-    width = sum(part.values.shape[1] for part in columns)
-    out = empty_result((*shape, width), columns[0].values.dtype, device)
-    fill_into(out, [part._replace(values=part.values.to(device)) for part in columns])
-    return out
-
-
-def fill_into(out: Tensor, columns: Sequence[Columns]) -> None:
-    """Fill ``out`` ``[*shape, sum of widths]`` (any strides) from columns on its device.
-
-    Columns that ignore the first axis are filled for one of its positions and then copied to all: long runs of
-    memory instead of short ones."""
-    at = 0
-    start = 0
-    while start < len(columns):
-        stop = start + 1
-        if columns[start].axis > 0 and out.shape[0] > 1:
-            while stop < len(columns) and columns[stop].axis > 0:
-                stop += 1
-        run = columns[start:stop]
-        width = sum(part.values.shape[1] for part in run)
-        target = out[..., at : at + width]
-        if len(run) > 1:
-            plane = torch.empty(target.shape[1:], dtype=out.dtype, device=out.device)
-            fill_into(plane, [part._replace(axis=part.axis - 1) for part in run])
-            target.copy_(plane)
-        else:
-            axis, values = run[0]
-            shape = [1] * (out.ndim - 1) + [width]
-            shape[axis] = values.shape[0]
-            target.copy_(values.view(shape))
-        at += width
-        start = stop
+    outs, moved = [], []
+    for columns in tables:
+        width = sum(part.values.shape[1] for part in columns)
+        outs.append(empty_result((*shape, width), columns[0].values.dtype, device))
+        moved.append([part._replace(values=part.values.to(device)) for part in columns])
+    fill_tables(outs, moved, shape)
+    return [out.flatten(0, -2) for out in outs]
 
 
 def spread(values: Tensor, layout: str) -> Tensor:
@@ -83,18 +53,12 @@ def cos_sin_grid(angles: Sequence[Tensor], layout: str, device: torch.device) ->
         angles: for each axis its angles ``[positions, columns]``; their dtype is the one cos and sin are taken in.
         layout: HALVES, PAIRS or TILED.
     """
-    shape = [axis.shape[0] for axis in angles]
-    both = []
+    tables = []
     for function in (torch.cos, torch.sin):
         columns = [Columns(i, spread(function(axis).float(), layout)) for i, axis in enumerate(angles)]
-        both.append(fill_grid(shape, columns * 2 if layout == TILED else columns, device).flatten(0, -2))
-    return both[0], both[1]
-
-
-def complex_grid(angles: Sequence[Tensor], device: torch.device) -> Tensor:
-    """``exp(i angle)`` of a grid, ``[tokens, columns]``: complex64 for float32 angles, complex128 for float64."""
-    columns = [Columns(i, torch.polar(torch.ones_like(axis), axis)) for i, axis in enumerate(angles)]
-    return fill_grid([axis.shape[0] for axis in angles], columns, device).flatten(0, -2)
+        tables.append(columns * 2 if layout == TILED else columns)
+    cos, sin = grid_tables([axis.shape[0] for axis in angles], tables, device)
+    return cos, sin
 
 
 # --- arbitrary positions --------------------------------------------------------------------------------------------
@@ -102,13 +66,12 @@ def complex_grid(angles: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
     """The different values among ``positions`` ``[S]`` and the index of each position among them."""
-    if not positions.is_floating_point() or bool(positions.isfinite().all()):
-        low, high = (bound.item() for bound in torch.aminmax(positions))
-        if high - low < 2 * positions.numel() + 256 and low == int(low):
-            index = (positions - low).to(torch.int64)
-            values = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").to(positions.dtype)
-            if torch.equal(values[index], positions):
-                return values, index
+    low, high = (bound.item() for bound in torch.aminmax(positions))
+    if high - low < 2 * positions.numel() + 256 and low == int(low):  # false where any is infinite or not a number
+        index = (positions - low).to(torch.int64)
+        values = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").to(positions.dtype)
+        if torch.equal(values[index], positions):
+            return values, index
     return torch.unique(positions, return_inverse=True)
 
 
@@ -129,16 +92,13 @@ def gather_columns(
         indices.append(index)
     if not once:
         return tuple(torch.cat(columns, dim=1) for columns in zip(*parts))
-    out = []
-    for columns in zip(*parts):
-        width = sum(part.shape[1] for part in columns)
-        result = empty_result((positions[0].shape[0], width), columns[0].dtype, columns[0].device)
-        start = 0
-        for part, index in zip(columns, indices):
-            torch.index_select(part, 0, index, out=result[:, start : start + part.shape[1]])
-            start += part.shape[1]
-        out.append(result)
-    return tuple(out)
+    tables = [[Columns(axis, values) for axis, values in enumerate(columns)] for columns in zip(*parts)]
+    outs = [
+        empty_result((len(indices[0]), sum(part.values.shape[1] for part in columns)), columns[0].values.dtype, _CPU)
+        for columns in tables
+    ]
+    fill_tables(outs, tables, [part.values.shape[0] for part in tables[0]], indices)
+    return tuple(outs)
 
 
 # --- frequencies ----------------------------------------------------------------------------------------------------
@@ -335,9 +295,6 @@ class NDRotaryEmbedding(nn.Module):
         size = grid_size if isinstance(grid_size, (int, tuple)) else tuple(grid_size)
         span = (size, shard_dim, start_frame, *rank_and_size())
         return GRIDS.grid(_nd_grid, self._specs, span, self._layout, device=resolve(device))
-
-
-_CPU = torch.device("cpu")
 
 
 def resolve(device: torch.device | str | None) -> torch.device:

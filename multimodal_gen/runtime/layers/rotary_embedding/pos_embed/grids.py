@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from common.rope_grid import Columns
+
 from ..grid_cache import GRIDS, cleanly, empty_result, table_device
-from ..nd import PAIRS, TILED, cos_sin_grid, resolve, spread
+from ..nd import PAIRS, TILED, cos_sin_grid, grid_tables, resolve, spread
 from .functions import get_3d_rotary_pos_embed
 from .tables import Positions, angles, filled, frequencies, from_cache, hashable, place, unit_complex
 
@@ -22,42 +24,30 @@ def _thirds(head_dim: int) -> tuple[int, int, int]:
 # --- Wan and its kin ------------------------------------------------------------------------------------------------
 
 
-def _video_columns(
-    positions: Sequence[Positions],
-    dims: Sequence[int],
-    cuts: Sequence[int],
-    theta: float,
-    layout: str,
-    home: torch.device,
-) -> list[list[tuple[int, Tensor]]]:
-    """Columns of cos and of sin, or of complex numbers (``layout`` "complex"), float64 behind them.
-
-    ``cuts`` are the widths that each axis fills. They differ from ``dims`` where a model cuts its joint table elsewhere
-    than it was put together; then an axis takes some columns from its neighbour's table, at its own positions.
-    """
-    columns: list[list[tuple[int, Tensor]]] = [[], []]
-    dtype = torch.float32 if layout == "complex64" else torch.float64
-    start = 0
-    for axis, cut in enumerate(cuts):
-        at = place(positions[axis], torch.int64, home)
-        table = torch.cat([angles(at, dim, theta, dtype) for dim in dims], dim=1)
-        if layout == PAIRS:
-            both = [spread(f(table), PAIRS).float() for f in (torch.cos, torch.sin)]
-        else:
-            both = [unit_complex(table)]
-        for part, values in zip(columns, both):
-            part.append((axis, values[:, start : start + cut]))
-        start += cut
-    return columns[: len(both)]
-
-
 def _wan(
     positions: tuple, dims: tuple, cuts: tuple, theta: float, layout: str, device: torch.device
 ) -> tuple[Tensor, ...]:
-    parts = _video_columns(positions, dims, cuts, theta, layout, table_device(device))
+    """cos and sin ``[1, tokens, 1, sum(cuts)]``, or (``layout`` "complex64" or "complex128") ``[1, 1, tokens, sum(cuts)]``.
+
+    ``cuts`` are the widths that each axis fills. Where they are not those of ``dims``, a model cuts its joint table
+    elsewhere than it was put together: an axis takes some columns from its neighbour's table, at its own positions.
+    """
+    home = table_device(device)
+    real = layout == PAIRS
+    dtype = torch.float32 if layout == "complex64" else torch.float64
+    aligned = tuple(cuts) == (dims if real else tuple(dim // 2 for dim in dims))
+    tables: list[list[Columns]] = [[], []] if real else [[]]
+    start = 0
+    for axis, cut in enumerate(cuts):
+        at = place(positions[axis], torch.int64, home)
+        own = dims[axis : axis + 1] if aligned else dims
+        table = torch.cat([angles(at, dim, theta, dtype) for dim in own], dim=1)
+        both = [spread(f(table).float(), PAIRS) for f in (torch.cos, torch.sin)] if real else [unit_complex(table)]
+        for part, values in zip(tables, both):
+            part.append(Columns(axis, values if aligned else values[:, start : start + cut]))
+        start += cut
     shape = [n if isinstance(n, int) else len(n) for n in positions]
-    tables = [filled(shape, part, device).flatten(0, 2) for part in parts]
-    return tuple(t[None, :, None] if layout == PAIRS else t[None, None] for t in tables)
+    return tuple(t[None, :, None] if real else t[None, None] for t in grid_tables(shape, tables, device))
 
 
 class WanRotaryPosEmbed(nn.Module):

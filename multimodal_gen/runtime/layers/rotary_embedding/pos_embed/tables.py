@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from common.rope_grid import Columns, fill_tables
+
 from ..grid_cache import GRIDS, cleanly, empty_result, traced
-from ..nd import Columns, fill_into
 
 # Positions on one axis: a count n for 0..n-1, the positions themselves, or a tensor of them that must not be read here.
 Positions: TypeAlias = "int | tuple[float, ...] | Tensor"
@@ -75,11 +76,11 @@ def unit_complex(table: Tensor) -> Tensor:
 def filled(
     shape: Sequence[int], parts: Sequence[tuple[int, Tensor]], device: torch.device, out: Tensor | None = None
 ) -> Tensor:
-    """A grid ``[*shape, sum of widths]`` from ``(axis, columns [positions, width])``; see `nd.fill_grid`."""
+    """A grid ``[*shape, sum of widths]`` from ``(axis, columns [positions, width])``: see `nd.grid_tables`."""
+    columns = [Columns(axis, values.to(device)) for axis, values in parts]
     if out is None:
-        width = sum(values.shape[1] for _, values in parts)
-        out = empty_result((*shape, width), parts[0][1].dtype, device)
-    fill_into(out, [Columns(axis, values.to(device)) for axis, values in parts])
+        out = empty_result((*shape, sum(part.values.shape[1] for part in columns)), columns[0].values.dtype, device)
+    fill_tables([out], [columns], shape)
     return out
 
 

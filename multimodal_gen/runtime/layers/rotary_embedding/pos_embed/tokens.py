@@ -39,7 +39,7 @@ class FluxPosEmbed(nn.Module):
         self.axes_dim = axes_dim
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return GRIDS.at_positions(_flux, ids, tuple(self.axes_dim[: ids.shape[-1]]), self.theta)
+        return GRIDS.at_positions(_flux, ids, tuple(self.axes_dim), self.theta)
 
 
 class Flux2PosEmbed(FluxPosEmbed):
@@ -76,7 +76,7 @@ class HiDreamImageEmbedND(nn.Module):
         self.axes_dim = axes_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        dims = tuple(self.axes_dim[: ids.shape[-1]])
+        dims = tuple(self.axes_dim)
         return GRIDS.at_positions(_matrices, ids, dims, self.theta)[0].unsqueeze(2)
 
 
@@ -90,7 +90,7 @@ class PRXEmbedND(nn.Module):
         self.axes_dim = axes_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        dims = tuple(self.axes_dim[: ids.shape[-1]])
+        dims = tuple(self.axes_dim)
         return GRIDS.at_positions(_matrices, ids, dims, self.theta)[0].unsqueeze(1)
 
 
