@@ -18,6 +18,11 @@ _GPTJ_STYLE = frozenset(
     gptj helium llama4 llama4_text longcat_flash moonshine moonshine_streaming roformer""".split()
 )
 
+_ERNIE = ("ernie4_5_vl", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text")  # height and width in turn, time last
+
+# Keys beside a rope's parameters that speak of something else: Mistral's factor on queries, applied in the attention.
+_NOT_OF_THE_ROPE = ("rope_theta", "llama_4_scaling_beta", "max_position_embeddings", *_PARTIALS)
+
 # Config fields that change a rope's values and that this reader does not know how to honour: better refused.
 _REFUSED = ("rope_scale_base", "xpos_rel_pos", "use_xpos", "rope_local_scaling")
 
@@ -51,32 +56,44 @@ def read_rope_config(
     Raises:
         ValueError: a field is missing, contradicts another, or would have to be ignored; the message names it.
     """
-    config = _language_part(config)
-    fields = _Fields(config)
+    fields = _Fields(_layer_part(_language_part(config), layer_type))
     for name in _REFUSED:
         if fields.get(name):
-            raise ValueError(f"{name}={fields.get(name)!r} of the config changes its rope in a way that is not supported")
+            raise ValueError(
+                f"{name}={fields.get(name)!r} of the config changes its rope in a way that is not supported"
+            )
     parameters = _parameters(fields, layer_type)
     base = _base(fields, parameters, layer_type)
     head_size, rotary_dim = _sizes(fields, parameters)
     limit = fields.first("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-    scaling = {k: v for k, v in parameters.items() if k not in ("rope_theta", *_PARTIALS) and v is not None}
+    scaling = {k: v for k, v in parameters.items() if k not in _NOT_OF_THE_ROPE and v is not None}
     if "type" in scaling and "rope_type" in scaling:
         del scaling["type"]
     if max_position is None:
         max_position = limit
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if max_position is None and kind == "axial":
+        max_position = 1024  # rows and columns of patches: a table's first size, it grows
     if max_position is None:
         raise ValueError("the config has no max_position_embeddings; give max_position")
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "yarn" and "factor" not in scaling and limit is not None and "original_max_position_embeddings" in scaling:
+    if (
+        kind == "yarn"
+        and "factor" not in scaling
+        and limit is not None
+        and "original_max_position_embeddings" in scaling
+    ):
         scaling["factor"] = limit / scaling["original_max_position_embeddings"]
     if kind == "longrope":
         _complete_longrope(scaling, fields, limit)
     if kind == "proportional" and "rope_proportion" not in scaling:
         scaling["rope_proportion"] = parameters.get("partial_rotary_factor", 1.0)
-    if kind == "default":
-        for leftover in ("factor", "original_max_position_embeddings", "finetuned"):
-            scaling.pop(leftover, None) if leftover != "factor" or scaling.get("factor") in (None, 1, 1.0) else None
+    if kind == "axial" and fields.get("model_type") == "pixtral":
+        scaling["alternate"] = True
+    if fields.get("model_type") in _ERNIE:
+        scaling.setdefault("mrope_section", [22, 22, 20])
+        scaling["mrope_layout"] = "ernie"
+    if kind == "default" and scaling.get("factor") == 1:
+        del scaling["factor"]
     return RopeArguments(
         head_size,
         rotary_dim,
@@ -115,13 +132,25 @@ class _Fields:
 def _language_part(config: Any) -> Any:
     """The config that holds the heads: the config itself, or the language model's within it."""
     fields = _Fields(config)
-    if fields.first("rope_parameters", "rope_theta", "rope_scaling") is None or fields.first(
-        "num_attention_heads", "n_head", "head_dim"
-    ) is None:
+    if (
+        fields.first("rope_parameters", "rope_theta", "rope_scaling") is None
+        or fields.first("num_attention_heads", "n_head", "head_dim") is None
+    ):
         inner = fields.first(*_TEXT_CONFIGS)
         if inner is not None and not isinstance(inner, (str, int)):
             return _language_part(inner)
     return config
+
+
+def _layer_part(config: Any, layer_type: str | None) -> Any:
+    """The config of one layer type, where head sizes differ between them (Gemma 4)."""
+    per_layer = _Fields(config).get("per_layer_config")
+    if layer_type is None or per_layer is None:
+        return config
+    try:
+        return per_layer[layer_type]
+    except (KeyError, ValueError, TypeError):  # its layers differ in something else
+        return config
 
 
 def _parameters(fields: _Fields, layer_type: str | None) -> dict[str, Any]:
@@ -160,8 +189,9 @@ def _sizes(fields: _Fields, parameters: dict[str, Any]) -> tuple[int, int]:
         return int(latent), int(latent)
     head_size = fields.first("head_dim", "kv_channels", "attention_head_dim")
     if head_size is None:
-        width, heads = fields.first("hidden_size", "n_embd", "d_model"), fields.first(
-            "num_attention_heads", "n_head", "num_heads"
+        width, heads = (
+            fields.first("embed_dim", "hidden_size", "n_embd", "d_model"),
+            fields.first("num_attention_heads", "n_head", "num_heads"),
         )
         if width is None or heads is None:
             raise ValueError("the config has neither head_dim nor hidden_size and num_attention_heads")

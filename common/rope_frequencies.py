@@ -227,6 +227,16 @@ def deepseek_yarn(
     )
 
 
+def axial(rotary_dim: int, base: float, *, max_position: int, alternate: bool = False) -> Frequencies:
+    """Vision towers' two axes, each with half of the pairs: the same frequencies for both (Qwen2-VL), or ``alternate``
+    ones of the whole head's (Pixtral)."""
+    if alternate:
+        whole = default(rotary_dim, base, max_position=max_position)[0]
+        return torch.cat((whole[0::2], whole[1::2])), 1.0
+    half = default(rotary_dim // 2, base, max_position=max_position)[0]
+    return torch.cat((half, half)), 1.0
+
+
 def telechat3_yarn(
     rotary_dim: int,
     base: float,
@@ -318,6 +328,7 @@ ROPE_TYPES: dict[str, RopeType] = {
     "longrope": RopeType(longrope, grows=False),
     "proportional": RopeType(proportional),
     "xdrope": RopeType(dynamic_alpha),
+    "axial": RopeType(axial),
 }
 _SPELLINGS = {
     "deepseek_llama_scaling": "deepseek_yarn",
@@ -570,6 +581,10 @@ def _check_number(name: str, value: Any, positive: bool) -> None:
 
 def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
     """The axis of each pair, if the rope has positions of several axes."""
+    if name == "axial":
+        if rotary_dim % 4:
+            raise ValueError(f"rotary_dim is {rotary_dim}; an axial rope expects a multiple of 4")
+        return mrope_pair_axes((rotary_dim // 4, rotary_dim // 4))
     key = "xdrope_section" if name == "xdrope" else "mrope_section"
     section = scaling.get(key)
     if section is None:

@@ -6,6 +6,7 @@ from srt.layers.rotary_embedding.factory import (
     _get_live_rope_cache_entry,
     get_rope,
     get_rope_cpu,
+    get_rope_from_config,
     get_rope_wrapper,
 )
 from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -17,5 +18,6 @@ __all__ = [
     "_get_live_rope_cache_entry",
     "get_rope",
     "get_rope_cpu",
+    "get_rope_from_config",
     "get_rope_wrapper",
 ]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from common.cache_liveness import LiveCache, get_live_entry, get_or_build
+from common.rope_config import read_rope_config
 from common.rope_frequencies import check_dtype, normalize_rope
 from srt.layers.rotary_embedding.base import RotaryEmbedding
 from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
@@ -109,6 +110,33 @@ def get_rope_wrapper(
     if device is not None and torch.device(device).type == "cpu":
         return get_rope_cpu(*numbers, device)
     return get_rope(*numbers)
+
+
+def get_rope_from_config(
+    config: Any,
+    *,
+    layer_type: str | None = None,
+    max_position: int | None = None,
+    dtype: torch.dtype | None = None,
+    is_neox_style: bool | None = None,
+) -> RotaryEmbedding:
+    """:func:`get_rope` by a transformers config object or the dict of a ``config.json``, of any age.
+
+    Args: as of :func:`common.rope_config.read_rope_config`, and ``dtype`` as of :func:`get_rope`.
+
+    Raises:
+        ValueError, TypeError: a field is missing, contradicts another, is out of range, or would have to be ignored.
+    """
+    numbers = read_rope_config(config, layer_type=layer_type, max_position=max_position, is_neox_style=is_neox_style)
+    return get_rope(
+        numbers.head_size,
+        numbers.rotary_dim,
+        numbers.max_position,
+        numbers.base,
+        numbers.is_neox_style,
+        numbers.rope_scaling,
+        dtype,
+    )
 
 
 def _shared(
