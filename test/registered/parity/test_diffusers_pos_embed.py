@@ -237,7 +237,7 @@ CASES = [
 ]  # fmt: skip
 
 THEIR_NAME = {"SAMERotaryEmbedding": "RotaryEmbedding"}
-APART = {"LTX2VideoVaeRotaryPosEmbed3D"}  # rotates the queries itself; see test_pos_embed_apply.py
+APART = {"LTX2VideoVaeRotaryPosEmbed3D"}  # rotates the queries itself; see test_diffusers_rotation.py
 RENAMED = {"RotaryEmbedding"}
 
 

@@ -34,7 +34,12 @@ from .grids import (
     WanRotaryPosEmbed,
 )
 from .kandinsky import Kandinsky5RoPE1D, Kandinsky5RoPE3D, Kandinsky6RoPE1D, Kandinsky6RoPE3D, Kandinsky6SRRoPE3D
-from .ltx import LTX2AudioVideoRotaryPosEmbed, LTXVideoRotaryPosEmbed, SanaWMLTX2AudioVideoRotaryPosEmbed
+from .ltx import (
+    LTX2AudioVideoRotaryPosEmbed,
+    LTX2VideoVaeRotaryPosEmbed3D,
+    LTXVideoRotaryPosEmbed,
+    SanaWMLTX2AudioVideoRotaryPosEmbed,
+)
 from .lumina import Lumina2RotaryPosEmbed
 from .qwen import NucleusMoEEmbedRope, QwenEmbedLayer3DRope, QwenEmbedRope, QwenImage21Rope
 from .sequences import (
@@ -97,6 +102,7 @@ __all__ = [
     "Kandinsky6SRRoPE3D",
     "Krea2RotaryPosEmbed",
     "LTX2AudioVideoRotaryPosEmbed",
+    "LTX2VideoVaeRotaryPosEmbed3D",
     "LTXVideoRotaryPosEmbed",
     "LongCatImagePosEmbed",
     "Lumina2RotaryPosEmbed",

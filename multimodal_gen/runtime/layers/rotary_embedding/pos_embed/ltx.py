@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..apply import rotate_tokens
 from ..grid_cache import GRIDS, cleanly, empty_result, table_device
-from ..nd import resolve
-from .tables import from_cache, place
+from ..nd import HALVES, cos_sin_grid, resolve
+from .tables import frequencies, from_cache, place
 
 
 def _ltx_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:
@@ -228,3 +229,33 @@ def _ltx2(coords: Tensor, base: tuple, dim: int, theta: float, dtype: torch.dtyp
 
 
 SanaWMLTX2AudioVideoRotaryPosEmbed = LTX2AudioVideoRotaryPosEmbed
+
+
+def _decoder_grid(sizes: tuple, dims: tuple, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    home = table_device(device)
+    tables = [
+        torch.outer(place(size, torch.float32, home), frequencies(dim, base, torch.float64, home).float())
+        for size, dim in zip(sizes, dims)
+    ]
+    return cos_sin_grid(tables, HALVES, device)
+
+
+class LTX2VideoVaeRotaryPosEmbed3D(nn.Module):
+    """LTX-2's diffusion decoder's: rotates ``[B, frames, height, width, heads, head_dim]`` itself; a quarter of the pairs by
+    time, the others by height and width."""
+
+    def __init__(self, head_dim: int, base: float = 10000.0):
+        super().__init__()
+        if head_dim % 8:
+            raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
+        time = head_dim // 4 // 2 * 2
+        if (head_dim - time) // 2 % 2:
+            time -= 2
+        side = (head_dim - time) // 2
+        self.rope_dim_split = (time, side, side)
+        self.base = base
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        sizes = tuple(hidden_states.shape[1:4])
+        cos, sin = GRIDS.grid(_decoder_grid, sizes, self.rope_dim_split, self.base, device=hidden_states.device)
+        return rotate_tokens(hidden_states.flatten(1, 3), None, cos, sin)[0].unflatten(1, sizes)
