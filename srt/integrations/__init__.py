@@ -1,0 +1,1 @@
+"""Live rotary modules for models of other libraries."""

@@ -1,0 +1,178 @@
+"""use_live_rope on whole small transformers models: equal logits before and after, and no model harms another."""
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+import transformers
+
+from common.ci_register import register_cpu_ci
+from srt.integrations.transformers import _ROPE_CACHE, use_live_rope
+
+register_cpu_ci(est_time=60, suite="parity-test-cpu")
+
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    max_position_embeddings=256,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+LLAMA3 = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+YARN = dict(rope_type="yarn", rope_theta=150000.0, factor=4.0, original_max_position_embeddings=64, truncate=False)
+LONGROPE = dict(
+    rope_type="longrope",
+    rope_theta=10000.0,
+    factor=4.0,
+    short_factor=[1.0] * 8,
+    long_factor=[2.0 + i for i in range(8)],
+    original_max_position_embeddings=64,
+)
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=16, n_routed_experts=4,
+    num_experts_per_tok=2, n_group=2, topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1,
+)  # fmt: skip
+
+
+def qwen2_vl():
+    text = {**SMALL, "rope_parameters": dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3])}
+    vision = dict(depth=1, embed_dim=32, num_heads=2, hidden_size=64, patch_size=4)
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision, vocab_size=128)
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+MODELS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3)),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL)),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**SMALL, head_dim=16)),
+    "deepseek_v3": lambda: transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**{**SMALL, "num_key_value_heads": 4, **LATENT})
+    ),
+    "gpt_oss": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(**SMALL, head_dim=16, num_local_experts=4, rope_parameters=YARN)
+    ),
+    "phi3": lambda: transformers.Phi3ForCausalLM(transformers.Phi3Config(**SMALL, rope_parameters=LONGROPE)),
+    "qwen2_vl": qwen2_vl,
+    "glm": lambda: transformers.GlmForCausalLM(transformers.GlmConfig(**SMALL, head_dim=16)),
+}
+
+
+@pytest.fixture(autouse=True)
+def empty_cache():
+    _ROPE_CACHE.clear()
+    yield
+    _ROPE_CACHE.clear()
+
+
+@pytest.fixture(params=MODELS)
+def build(request):
+    def build():
+        torch.manual_seed(0)
+        return MODELS[request.param]().eval()
+
+    return build
+
+
+def ids(tokens=80):
+    return torch.randint(3, 128, (2, tokens), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model, tokens=80):
+    return model(input_ids=ids(tokens)).logits
+
+
+def text_rope(model):
+    return next(m for n, m in model.named_modules() if n.endswith("rotary_emb"))
+
+
+def test_logits_are_the_same_bits_before_after_and_back(build):
+    model = build()
+    before = logits(model), logits(model, 40)  # longrope: beyond the original length, and within
+    report = use_live_rope(model)
+    assert report.swapped and not report.kept, str(report)
+    assert torch.equal(logits(model), before[0])
+    assert torch.equal(logits(model, 40), before[1])
+    swapped = text_rope(model)
+    report.undo()
+    assert text_rope(model) is not swapped
+    assert torch.equal(logits(model), before[0])
+
+
+def kill_inv_freq(module):
+    for buffer in module.buffers():
+        buffer.untyped_storage().resize_(0)
+
+
+TEARDOWNS = {
+    "to meta": lambda model: model.to("meta"),
+    "to_empty": lambda model: model.to_empty(device="cpu"),
+    "half": lambda model: model.half(),
+    "storages freed": kill_inv_freq,
+}
+
+
+@pytest.mark.parametrize("teardown", TEARDOWNS.values(), ids=TEARDOWNS)
+def test_one_models_teardown_does_not_change_what_the_other_generates(build, teardown):
+    torn, survivor = build(), build()
+    for model in (torn, survivor):
+        use_live_rope(model)
+    assert text_rope(torn) is text_rope(survivor)
+    arguments = dict(input_ids=ids(8), max_new_tokens=6, do_sample=False)
+    before = survivor.generate(**arguments)
+    right = logits(survivor)
+    teardown(torn)
+    assert torch.equal(survivor.generate(**arguments), before)
+    assert torch.equal(logits(survivor), right)
+
+
+def test_a_model_materialised_from_meta_is_right_after_the_swap():
+    config = transformers.LlamaConfig(**SMALL, rope_parameters=LLAMA3)
+    torch.manual_seed(0)
+    whole = transformers.LlamaForCausalLM(config).eval()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).eval()
+    model.to_empty(device="cpu")
+    model.load_state_dict(whole.state_dict())
+    for buffer in text_rope(model).buffers():
+        buffer.fill_(-1e34)  # what the memory happened to hold
+    assert not torch.equal(logits(model), logits(whole))
+    use_live_rope(model)
+    assert torch.equal(logits(model), logits(whole))
+
+
+def test_copies_and_pickles_are_live():
+    model = MODELS["llama"]().eval()
+    right = logits(model)
+    use_live_rope(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        text_rope(model).inv_freq.zero_()
+        assert torch.equal(logits(other), right)
+        text_rope(other).to("meta")
+        assert torch.equal(logits(other), right)
+
+
+def test_what_cannot_be_swapped_is_reported():
+    dynamic = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=dynamic))
+    report = use_live_rope(model)
+    assert not report.swapped and "longest sequence" in report.kept["model.rotary_emb"]
+    assert "model.rotary_emb" in str(report)
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-v"]))
