@@ -29,6 +29,7 @@ logger = logging.getLogger("live_rope")
 _STAMPS = itertools.count(1)
 _LOCK = threading.RLock()
 _CACHES: dict[str, LiveCache] = {}
+_LENDERS: dict[str, Any] = {}  # caches of tensors that are lent out: with nbytes, clear(device) and report()
 _LIVE_MODULES: weakref.WeakSet[LiveBuffers] = weakref.WeakSet()
 _OWNERS: dict[Hashable, weakref.WeakSet[LiveBuffers]] = {}  # derivation -> the modules that hold its values
 
@@ -644,6 +645,17 @@ def get_or_build(
     return entry
 
 
+def register_lender(name: str, cache: Any) -> None:
+    """Let the functions below see a cache of tensors that belongs to no module: ``cache.nbytes``, ``cache.clear(device)``
+    which drops what lies there (or everything) and gives the bytes, and ``cache.report()``, an entry of
+    :func:`cache_report`. What it lent out is the callers' own, so nothing of it is ever in use."""
+    _LENDERS[name] = cache
+
+
+def _clear_lenders(device: torch.device | None = None) -> int:
+    return sum(cache.clear(device) for cache in _LENDERS.values())
+
+
 def _table_bytes(modules: Iterator[LiveBuffers] | None = None) -> int:
     """Bytes of all derived buffers, one memory counted once."""
     storages: dict[tuple[str, int], int] = {}
@@ -675,12 +687,12 @@ def evict_unused() -> int:
                 if module is not None:
                     cache._entries[key] = module
 
-    return _freed(act)
+    return _freed(act) + _clear_lenders()
 
 
 def clear_caches() -> int:
     """Empty every cache; the table bytes freed (those of modules that models still hold are not)."""
-    return _freed(lambda: [cache._entries.clear() for cache in _CACHES.values()] and None)
+    return _freed(lambda: [cache._entries.clear() for cache in _CACHES.values()] and None) + _clear_lenders()
 
 
 def set_caches_weak(weak: bool = True) -> None:
@@ -701,7 +713,7 @@ def release_memory(device: torch.device | str | None = None) -> int:
             if any(_is_on(module._buffers.get(name), wanted) for name in module._shapes):
                 module.release_memory()
 
-    return _freed(act)
+    return _freed(act) + _clear_lenders(wanted)
 
 
 def invalidate_memory(device: torch.device | str | None = None) -> None:
@@ -711,6 +723,7 @@ def invalidate_memory(device: torch.device | str | None = None) -> None:
     for module in list(_LIVE_MODULES):
         if any(_is_on(module._buffers.get(name), wanted) for name in module._shapes):
             module.invalidate_memory()
+    _clear_lenders(wanted)
 
 
 def _is_on(buffer: Tensor | None, wanted: torch.device | None) -> bool:
@@ -753,7 +766,8 @@ def cache_report() -> dict[str, Any]:
                 "drops": dict(cache.drops),
                 "build_seconds": cache.build_seconds,
             }
-        return {"caches": caches, "bytes": _table_bytes()}
+        caches.update({name: cache.report() for name, cache in _LENDERS.items()})
+        return {"caches": caches, "bytes": _table_bytes() + sum(cache.nbytes for cache in _LENDERS.values())}
 
 
 def format_report(report: Mapping[str, Any] | None = None) -> str:
