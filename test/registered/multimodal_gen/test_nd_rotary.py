@@ -1,5 +1,6 @@
 """N-dimensional tables: right values for any grid, and a cache whose callers cannot harm each other."""
 
+import os
 import sys
 import threading
 import time
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from common import cache_liveness
 from common.ci_register import register_cpu_ci
 from multimodal_gen.runtime.layers.rotary_embedding.grid_cache import GRIDS, GridCache
 from multimodal_gen.runtime.layers.rotary_embedding.nd import (
@@ -267,6 +269,32 @@ def test_bound_by_bytes():
     cache.set_limit(1100)
     assert len(cache) == 1
     assert cache.clear() > 0 and cache.nbytes == 0 == len(cache)
+
+
+@pytest.mark.parametrize("act", ["clear_caches", "release_memory", "invalidate_memory", "evict_unused"])
+def test_the_process_wide_acts_reach_the_grids(act):
+    module = NDRotaryEmbedding(**FLUX)
+    held = module.forward_from_grid((4, 4, 4))
+    want = [t.clone() for t in held]
+    report = cache_liveness.cache_report()
+    assert report["caches"]["multimodal_gen.grids"]["entries"][0]["bytes"] == 2 * 64 * 64 * 4
+    assert "multimodal_gen.grids: 1 entries" in cache_liveness.format_report()
+    freed = getattr(cache_liveness, act)()
+    assert len(GRIDS) == 0 and (freed is None or freed >= 2 * 64 * 64 * 4)
+    assert all(torch.equal(a, b) for a, b in zip(held, want))
+    assert all(torch.equal(a, b) for a, b in zip(module.forward_from_grid((4, 4, 4)), want))
+    cache_liveness.release_memory("meta")
+    assert len(GRIDS) == 1
+
+
+def test_a_forked_child_starts_with_free_locks():
+    cache = GridCache("test")
+    with cache._lock:
+        child = os.fork()
+        if child == 0:
+            (tensor,) = cache.grid(lambda device: (torch.ones(3),), device=torch.device("cpu"))
+            os._exit(0 if bool((tensor == 1).all()) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_threads_build_a_grid_once_and_ruin_nothing():

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common.cache_liveness import born_clean
+from common.cache_liveness import born_clean, register_lender
 
 DEFAULT_LIMIT = 1 << 30  # bytes held by one cache
 
@@ -175,14 +175,10 @@ class GridCache:
             self.limit = limit
             self._shrink(limit)
 
-    def clear(self) -> int:
-        """Drop every grid; the bytes dropped. What callers hold stays theirs."""
+    def clear(self, device: torch.device | None = None) -> int:
+        """Drop the grids on ``device``, or all; the bytes dropped. What callers hold stays theirs."""
         with self._lock:
-            freed = sum(self._drop(key) for key in list(self._entries))
-            self._seen.clear()
-            return freed
-
-    release_memory = invalidate_memory = clear  # a grid is rebuilt faster than it is verified
+            return sum(self._drop(key) for key in list(self._entries) if _lies_on(key[-1], device))
 
     @property
     def hits(self) -> int:
@@ -195,6 +191,27 @@ class GridCache:
         """The keys and the cached tensors themselves: for reports and tests, not for use."""
         with self._lock:
             return [(key, entry.tensors) for key, entry in self._entries.items()]
+
+    def report(self) -> dict[str, Any]:
+        """See `common.cache_liveness.cache_report`."""
+        with self._lock:
+            entries = [
+                {
+                    "key": f"{form.__name__.strip('_')} {' '.join(map(str, rest))}",
+                    "bytes": entry.nbytes,
+                    "device": str(device),
+                    "owners": 0,
+                    "heals": 0,
+                }
+                for (form, *rest, device), entry in self._entries.items()
+            ]
+            return {
+                "entries": entries,
+                "hits": self.hits,
+                "misses": self.misses,
+                "drops": {"changed": self.drops} if self.drops else {},
+                "build_seconds": self.build_seconds,
+            }
 
     def _token(self, positions: Tensor) -> int:
         """A number that stands for the content of ``positions`` in a key."""
@@ -239,7 +256,12 @@ def _lend(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple([tensor.clone() for tensor in tensors])
 
 
-GRIDS = GridCache("multimodal_gen grids")
+def _lies_on(device: torch.device, wanted: torch.device | None) -> bool:
+    return wanted is None or device == wanted or (wanted.index is None and device.type == wanted.type)
+
+
+GRIDS = GridCache("multimodal_gen.grids")
+register_lender(GRIDS.name, GRIDS)
 
 
 # --- memory of results ----------------------------------------------------------------------------------------------
