@@ -246,7 +246,7 @@ def _rotate_now(
             k_strides, k_out_strides = (0, *k_strides), (0, *k_out_strides)
         k_pack = (key.data_ptr(), k_out.data_ptr(), *k_strides[:3], *k_out_strides[:3])
         k_heads = kshape[-2]
-    cos = table.data_ptr()
+    cos = _read_address(table)
     try:
         call, address = _local.call
     except AttributeError:
@@ -277,7 +277,7 @@ def _rotate_now(
         1 if pair_axis is None else positions.shape[0],
         torch.get_num_threads(),
         cos,
-        cos + 2 * width if sin is None else sin.data_ptr(),
+        cos + 2 * width if sin is None else _read_address(sin),
         cos_stride,
         cos_stride if sin is None else sin.stride(0),
         rows,
@@ -296,6 +296,9 @@ def _rotate_now(
             raise DeadRowError(position)
         raise ValueError(f"the kernel refused its arguments: query {tuple(shape)}, table {tuple(table.shape)}")
     return q_out, k_out
+
+
+_read_address = getattr(torch._C, "_data_address", Tensor.data_ptr)  # data_ptr() may write: it copies a lent table
 
 
 def _check_table(table: Tensor, query: Tensor, head_size: int, sin: Tensor | None) -> tuple[int, int, int]:
