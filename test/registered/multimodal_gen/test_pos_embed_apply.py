@@ -75,9 +75,11 @@ def test_gradients_reach_queries_and_keys():
 
 def test_rotating_leaves_the_shared_tables_alone():
     module = NDRotaryEmbedding([4, 6, 6], 10000.0)
-    tables = module.forward_from_grid((2, 3, 2))
+    tables, others = module.forward_from_grid((2, 3, 2)), module.forward_from_grid((2, 3, 2))
     rotate_tokens(torch.randn(1, 12, 2, 16), None, *tables)
     assert all(torch.equal(a, b) for a, b in zip(tables, (COS, SIN)))
+    address = torch._C._data_address  # still one memory: rotating copies no table
+    assert all(address(a) == address(b) for a, b in zip(tables, others))
 
 
 @pytest.mark.parametrize(
