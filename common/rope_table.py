@@ -104,11 +104,11 @@ class RopeTable(LiveBuffers):
                 buffer = self._buffers.get("cos_sin_cache")
                 self._place(buffer.device if isinstance(buffer, Tensor) else torch.device("cpu"))
 
-    def _cover(self, positions: Tensor, error: PositionError) -> None:
+    def _cover(self, positions: Tensor | None, error: PositionError) -> None:
         """Grow the table over ``positions``, geometrically; IndexError where that cannot be."""
         if error.position < 0:
             raise IndexError(f"position {error.position} is negative")
-        need = int(positions.max()) + 1
+        need = (error.position if positions is None else int(positions.max())) + 1
         if need <= self._rows:  # grown meanwhile, or the caller's table was reshaped: live() looks at it again
             return
         full = rope_frequencies.full_rows(self.spec)

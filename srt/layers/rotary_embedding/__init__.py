@@ -1,6 +1,7 @@
 """Rotary position embeddings of the LLM subsystem."""
 
 from srt.layers.rotary_embedding.base import RotaryEmbedding
+from srt.layers.rotary_embedding.dual_chunk import DualChunkRotaryEmbedding
 from srt.layers.rotary_embedding.factory import (
     _ROPE_DICT,
     _get_live_rope_cache_entry,
@@ -9,12 +10,47 @@ from srt.layers.rotary_embedding.factory import (
     get_rope_from_config,
     get_rope_wrapper,
 )
+from srt.layers.rotary_embedding.fourier import FourierRotaryEmbedding
 from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from srt.layers.rotary_embedding.scaling import (
+    DeepseekScalingRotaryEmbedding,
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    Ernie4_5_VLRotaryEmbedding,
+    Gemma4RotaryEmbedding,
+    Grok1ScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    Phi3LongRoPEScaledRotaryEmbedding,
+    TeleChat3RoPEScaledRotaryEmbedding,
+    XDRotaryEmbedding,
+    YaRNScalingMRotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
+from srt.layers.rotary_embedding.vision import Llama4VisionRotaryEmbedding
 
 __all__ = [
     "_ROPE_DICT",
+    "DeepseekScalingRotaryEmbedding",
+    "DualChunkRotaryEmbedding",
+    "DynamicNTKAlphaRotaryEmbedding",
+    "DynamicNTKScalingRotaryEmbedding",
+    "Ernie4_5_VLRotaryEmbedding",
+    "FourierRotaryEmbedding",
+    "Gemma4RotaryEmbedding",
+    "Grok1ScalingRotaryEmbedding",
+    "LinearScalingRotaryEmbedding",
+    "Llama3RotaryEmbedding",
+    "Llama4VisionRotaryEmbedding",
     "MRotaryEmbedding",
+    "NTKScalingRotaryEmbedding",
+    "Phi3LongRoPEScaledRotaryEmbedding",
     "RotaryEmbedding",
+    "TeleChat3RoPEScaledRotaryEmbedding",
+    "XDRotaryEmbedding",
+    "YaRNScalingMRotaryEmbedding",
+    "YaRNScalingRotaryEmbedding",
     "_get_live_rope_cache_entry",
     "get_rope",
     "get_rope_cpu",

@@ -48,6 +48,13 @@ class RotaryEmbedding(RopeTable):
         self.base = base
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
 
+    @classmethod
+    def of(cls, spec: RopeSpec, *numbers: Any, device: torch.device | str | None = None) -> RotaryEmbedding:
+        """The layer of ``spec``, whatever the arguments of the subclass' own constructor are."""
+        layer = cls.__new__(cls)
+        RotaryEmbedding.__init__(layer, *numbers, spec=spec, device=device)
+        return layer
+
     def forward(
         self,
         positions: Tensor,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -10,9 +10,26 @@ from torch import nn
 
 from common.cache_liveness import LiveCache, get_live_entry, get_or_build
 from common.rope_config import read_rope_config
-from common.rope_frequencies import check_dtype, normalize_rope
+from common.rope_frequencies import RopeSpec, check_dtype, normalize_rope
 from srt.layers.rotary_embedding.base import RotaryEmbedding
+from srt.layers.rotary_embedding.dual_chunk import DualChunkRotaryEmbedding
+from srt.layers.rotary_embedding.fourier import FourierRotaryEmbedding
 from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from srt.layers.rotary_embedding.scaling import (
+    DeepseekScalingRotaryEmbedding,
+    DynamicNTKAlphaRotaryEmbedding,
+    DynamicNTKScalingRotaryEmbedding,
+    Gemma4RotaryEmbedding,
+    Grok1ScalingRotaryEmbedding,
+    LinearScalingRotaryEmbedding,
+    Llama3RotaryEmbedding,
+    NTKScalingRotaryEmbedding,
+    Phi3LongRoPEScaledRotaryEmbedding,
+    TeleChat3RoPEScaledRotaryEmbedding,
+    XDRotaryEmbedding,
+    YaRNScalingMRotaryEmbedding,
+    YaRNScalingRotaryEmbedding,
+)
 
 _ROPE_DICT = LiveCache("srt.rope")
 
@@ -64,6 +81,7 @@ def get_rope(
         rope_scaling,
         dtype,
         partial_rotary_factor,
+        dual_chunk_attention_config,
     )
 
 
@@ -139,6 +157,30 @@ def get_rope_from_config(
     )
 
 
+# The class of a rope type, where upstream has one of its own, for engines that ask with isinstance.
+_LAYERS: dict[str, type[RotaryEmbedding]] = {
+    "linear": LinearScalingRotaryEmbedding,
+    "ntk": NTKScalingRotaryEmbedding,
+    "llama3": Llama3RotaryEmbedding,
+    "yarn": YaRNScalingRotaryEmbedding,
+    "deepseek_yarn": DeepseekScalingRotaryEmbedding,
+    "telechat3-yarn": TeleChat3RoPEScaledRotaryEmbedding,
+    "grok1": Grok1ScalingRotaryEmbedding,
+    "longrope": Phi3LongRoPEScaledRotaryEmbedding,
+    "proportional": Gemma4RotaryEmbedding,
+}
+_AXES_LAYERS: dict[str, type[MRotaryEmbedding]] = {"yarn": YaRNScalingMRotaryEmbedding, "xdrope": XDRotaryEmbedding}
+
+
+def _layer(spec: RopeSpec) -> type[RotaryEmbedding]:
+    if spec.pair_axes is not None:
+        return _AXES_LAYERS.get(spec.rope_type, MRotaryEmbedding)
+    if spec.rope_type == "dynamic":
+        alpha = dict(spec.params)["alpha"] is not None
+        return DynamicNTKAlphaRotaryEmbedding if alpha else DynamicNTKScalingRotaryEmbedding
+    return _LAYERS.get(spec.rope_type, RotaryEmbedding)
+
+
 def _shared(
     cache: MutableMapping | None,
     device: torch.device | str | None,
@@ -150,13 +192,50 @@ def _shared(
     rope_scaling: dict[str, Any] | None,
     dtype: torch.dtype | None,
     partial_rotary_factor: float,
+    dual_chunk: dict[str, Any] | None = None,
 ) -> RotaryEmbedding:
     dtype = check_dtype(dtype)
+    if isinstance(rope_scaling, Mapping) and rope_scaling.get("use_fope"):
+        return _fourier(
+            (head_size, rotary_dim, max_position, base, is_neox_style, dtype),
+            rope_scaling,
+            partial_rotary_factor,
+            device,
+        )
     spec = normalize_rope(head_size, rotary_dim, max_position, base, rope_scaling, partial_rotary_factor)
-    key = (head_size, spec, is_neox_style, dtype)
+    chunks = None if dual_chunk is None else _chunks(dual_chunk, spec)
+    key = (head_size, spec, is_neox_style, dtype) if chunks is None else (head_size, spec, is_neox_style, dtype, chunks)
 
     def build() -> RotaryEmbedding:
-        layer = RotaryEmbedding if spec.pair_axes is None else MRotaryEmbedding
-        return layer(head_size, spec.rotary_dim, max_position, base, is_neox_style, dtype, spec=spec, device=device)
+        numbers = (head_size, spec.rotary_dim, max_position, base, is_neox_style, dtype)
+        if chunks is not None:
+            return DualChunkRotaryEmbedding(*numbers, chunk_size=chunks[0], local_size=chunks[1], device=device)
+        return _layer(spec).of(spec, *numbers, device=device)
 
     return get_or_build(_ROPE_DICT if cache is None else cache, key, build)
+
+
+def _chunks(config: dict[str, Any], spec: RopeSpec) -> tuple[int, int]:
+    """The numbers of dual chunk attention that its rope depends on."""
+    if spec.rope_type != "default" or spec.pair_axes is not None:
+        raise ValueError(
+            f"dual_chunk_attention_config was given with rope_scaling of type {spec.rope_type!r}; expected none"
+        )
+    missing = {"chunk_size", "local_size"} - set(config)
+    if missing:
+        raise ValueError(f"dual_chunk_attention_config lacks {', '.join(sorted(missing))}")
+    return config["chunk_size"], config["local_size"]
+
+
+def _fourier(
+    numbers: tuple, scaling: Mapping[str, Any], partial_rotary_factor: float, device: torch.device | str | None
+) -> FourierRotaryEmbedding:
+    """A layer with learned parameters: a new one each time, for it is its model's own."""
+    known = ("num_kv_heads", "fope_init_factor", "fope_sep_head", "num_inv_freq")
+    unknown = set(scaling) - {*known, "use_fope", "rope_type", "type", "rope_theta"}
+    if unknown or partial_rotary_factor != 1.0:
+        wrong = ", ".join(sorted(unknown)) or f"partial_rotary_factor={partial_rotary_factor}"
+        raise ValueError(f"rope_scaling with use_fope has {wrong}; known are {', '.join(known)}")
+    if "num_kv_heads" not in scaling:
+        raise ValueError("rope_scaling with use_fope lacks the parameter 'num_kv_heads'")
+    return FourierRotaryEmbedding(*numbers, **{name: scaling[name] for name in known if name in scaling}, device=device)
