@@ -112,8 +112,8 @@ class RopeTable(LiveBuffers):
         if need <= self._rows:  # grown meanwhile, or the caller's table was reshaped: live() looks at it again
             return
         full = rope_frequencies.full_rows(self.spec)
-        wanted = max(need, 2 * self._rows)
-        self.reserve(need if need > full else min(wanted, full))
+        ceiling = full if need <= full else EXACT_POSITIONS
+        self.reserve(max(need, min(2 * self._rows, ceiling)))
 
     # rotating
 
