@@ -298,7 +298,14 @@ def _rotate_now(
     return q_out, k_out
 
 
-_read_address = getattr(torch._C, "_data_address", Tensor.data_ptr)  # data_ptr() may write: it copies a lent table
+_storage_address = getattr(torch._C, "_data_address", None)
+
+
+def _read_address(tensor: Tensor) -> int:
+    """Where ``tensor`` begins, for reading: ``data_ptr()`` is for writing too, and so copies a copy-on-write tensor."""
+    if _storage_address is None:
+        return tensor.data_ptr()
+    return _storage_address(tensor) + tensor.storage_offset() * tensor.element_size()
 
 
 def _check_table(table: Tensor, query: Tensor, head_size: int, sin: Tensor | None) -> tuple[int, int, int]:
