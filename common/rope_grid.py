@@ -99,7 +99,7 @@ def _by_kernel(
         call.axis[i] = part.axis
         call.width[i] = part.values.shape[1] * part.values.element_size()
         for k in range(len(tables)):
-            call.values[i * len(tables) + k] = kept[k][i].data_ptr()
+            call.values[i * len(tables) + k] = rope_kernel._read_address(kept[k][i])
     for k, out in enumerate(outs):
         call.out[k] = out.data_ptr()
     return _fill(ctypes.byref(call)) == 0

@@ -191,6 +191,9 @@ def test_the_content_of_positions_is_the_key():
     hits = GRIDS.hits
     module(positions.clone())
     assert GRIDS.hits == hits + 1
+    longer = torch.arange(12).unsqueeze(1)
+    for start in (0, 3, 6):  # parts of one memory
+        assert torch.equal(module(longer[start : start + 6])[0], module(longer)[0][start : start + 6])
 
 
 @pytest.mark.parametrize("surrounding", ["inference", "autocast", "dtype", "device", "fake", "thread"])

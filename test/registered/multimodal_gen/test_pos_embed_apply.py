@@ -64,6 +64,14 @@ def test_a_table_for_each_sample():
     close(rotate_tokens(x, None, cos[:1], sin[:1])[0], turn(x))
 
 
+def test_tables_that_are_parts_of_one_memory():
+    joint = torch.cat([COS, SIN])
+    x = torch.randn(1, 5, 2, 16)
+    for memory in (joint, joint._lazy_clone()):
+        cos, sin = memory[3:8], memory[15:20]
+        close(rotate_tokens(x, None, cos, sin)[0], turn(x, COS[3:8], SIN[3:8]))
+
+
 def test_gradients_reach_queries_and_keys():
     query = torch.randn(1, 14, 2, 16, requires_grad=True)
     q, _ = rotate_tokens(query, None, COS, SIN, start=2)

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from common.cache_liveness import born_clean, register_lender
+from common.rope_kernel import _read_address
 
 DEFAULT_LIMIT = 1 << 30  # bytes held by one cache
 
 _len_dispatch_stack: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _len_function_stack: Callable[[], int] = getattr(torch._C, "_len_torch_function_stack", lambda: 1)
-_data_address: Callable[[Tensor], int] = getattr(torch._C, "_data_address", Tensor.data_ptr)
 
 
 def _quiet() -> bool:
@@ -218,7 +218,7 @@ class GridCache:
         if not positions.is_contiguous():
             positions = positions.contiguous()
         kind = (positions.dtype, positions.shape)
-        address, nbytes = _data_address(positions), positions.nbytes
+        address, nbytes = _read_address(positions), positions.nbytes
         with self._lock:
             known = self._seen.get(kind, ())
             for at, seen in enumerate(known):
@@ -261,7 +261,9 @@ def _lies_on(device: torch.device, wanted: torch.device | None) -> bool:
 
 
 GRIDS = GridCache("multimodal_gen.grids")
-register_lender(GRIDS.name, GRIDS)
+AXES = GridCache("multimodal_gen.axes", limit=1 << 26)  # the small per-axis tables that grids are filled from
+for _cache in (GRIDS, AXES):
+    register_lender(_cache.name, _cache)
 
 
 # --- memory of results ----------------------------------------------------------------------------------------------
@@ -284,9 +286,18 @@ _advise = _madvise()
 
 def empty_result(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialised memory for a grid, in huge pages where the system offers them: first touching a large grid page
-    by page takes three times as long as filling it."""
-    out = torch.empty(shape, dtype=dtype, device=device)
-    if _advise is not None and not traced() and device.type == "cpu" and out.nbytes >= _HUGE_PAGE:
+    by page takes three times as long as filling it. A grid of few huge pages is made to start with one, for which its
+    storage is up to one longer; what is never touched takes no memory."""
+    if _advise is None or device.type != "cpu" or traced():
+        return torch.empty(shape, dtype=dtype, device=device)
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if not _HUGE_PAGE <= nbytes < 8 * _HUGE_PAGE:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    else:
+        storage = torch.empty(nbytes + _HUGE_PAGE, dtype=torch.uint8, device=device)
+        offset = -storage.data_ptr() % _HUGE_PAGE
+        out = storage[offset : offset + nbytes].view(dtype).view(shape)
+    if nbytes >= _HUGE_PAGE:
         start = out.data_ptr() & -_PAGE
-        _advise(start, out.data_ptr() + out.nbytes - start, _ADVISE_HUGE_PAGES)
+        _advise(start, out.data_ptr() + nbytes - start, _ADVISE_HUGE_PAGES)
     return out

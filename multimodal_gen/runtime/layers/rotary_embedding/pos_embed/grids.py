@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from common.rope_grid import Columns
 
-from ..grid_cache import GRIDS, cleanly, empty_result, table_device
+from ..grid_cache import AXES, GRIDS, cleanly, empty_result, table_device
 from ..nd import PAIRS, TILED, cos_sin_grid, grid_tables, resolve, spread
 from .functions import get_3d_rotary_pos_embed
 from .tables import Positions, angles, filled, frequencies, from_cache, hashable, place, unit_complex
@@ -33,21 +33,29 @@ def _wan(
     elsewhere than it was put together: an axis takes some columns from its neighbour's table, at its own positions.
     """
     home = table_device(device)
-    real = layout == PAIRS
-    dtype = torch.float32 if layout == "complex64" else torch.float64
-    aligned = tuple(cuts) == (dims if real else tuple(dim // 2 for dim in dims))
-    tables: list[list[Columns]] = [[], []] if real else [[]]
+    aligned = tuple(cuts) == (dims if layout == PAIRS else tuple(dim // 2 for dim in dims))
+    axes = []
     start = 0
     for axis, cut in enumerate(cuts):
-        at = place(positions[axis], torch.int64, home)
-        own = dims[axis : axis + 1] if aligned else dims
-        table = torch.cat([angles(at, dim, theta, dtype) for dim in own], dim=1)
-        both = [spread(f(table).float(), PAIRS) for f in (torch.cos, torch.sin)] if real else [unit_complex(table)]
-        for part, values in zip(tables, both):
-            part.append(Columns(axis, values if aligned else values[:, start : start + cut]))
+        own, first = (dims[axis : axis + 1], 0) if aligned else (dims, start)
+        axes.append(AXES.grid(_wan_axis, positions[axis], own, (first, first + cut), theta, layout, device=home))
         start += cut
+    tables = [[Columns(axis, values) for axis, values in enumerate(columns)] for columns in zip(*axes)]
     shape = [n if isinstance(n, int) else len(n) for n in positions]
-    return tuple(t[None, :, None] if real else t[None, None] for t in grid_tables(shape, tables, device))
+    return tuple(t[None, :, None] if layout == PAIRS else t[None, None] for t in grid_tables(shape, tables, device))
+
+
+def _wan_axis(
+    positions: Positions, dims: tuple, cut: tuple[int, int], theta: float, layout: str, device: torch.device
+) -> tuple[Tensor, ...]:
+    """One axis' columns of cos and sin, or of complex numbers: those from ``cut`` on of the table of ``dims``."""
+    at = place(positions, torch.int64, device)
+    dtype = torch.float32 if layout == "complex64" else torch.float64
+    table = torch.cat([angles(at, dim, theta, dtype) for dim in dims], dim=1)
+    both = (
+        [spread(f(table).float(), PAIRS) for f in (torch.cos, torch.sin)] if layout == PAIRS else [unit_complex(table)]
+    )
+    return tuple(part[:, cut[0] : cut[1]].contiguous() for part in both)
 
 
 class WanRotaryPosEmbed(nn.Module):
@@ -229,8 +237,19 @@ def _hunyuan(
     positions: tuple, dims: tuple, theta: float, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     home = table_device(device)
-    tables = [angles(place(at, torch.float32, home), dim, theta, dtype) for at, dim in zip(positions, dims)]
-    return cos_sin_grid(tables, PAIRS, device)
+    axes = [
+        from_cache(_hunyuan_axis, at, dim, theta, dtype, device=home, cache=AXES) for at, dim in zip(positions, dims)
+    ]
+    tables = [[Columns(axis, values) for axis, values in enumerate(columns)] for columns in zip(*axes)]
+    cos, sin = grid_tables([len(cos) for cos, _ in axes], tables, device)
+    return cos, sin
+
+
+def _hunyuan_axis(
+    positions: Positions, dim: int, theta: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    table = angles(place(positions, torch.float32, device), dim, theta, dtype)
+    return spread(table.cos(), PAIRS).float(), spread(table.sin(), PAIRS).float()
 
 
 class HunyuanVideoRotaryPosEmbed(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from common.rope_grid import Columns, fill_tables
 
-from ..grid_cache import GRIDS, cleanly, empty_result, traced
+from ..grid_cache import GRIDS, GridCache, cleanly, empty_result, traced
 
 # Positions on one axis: a count n for 0..n-1, the positions themselves, or a tensor of them that must not be read here.
 Positions: TypeAlias = "int | tuple[float, ...] | Tensor"
@@ -55,11 +55,13 @@ def hashable(positions: Tensor) -> Positions:
     return positions
 
 
-def from_cache(form: Callable[..., tuple[Tensor, ...]], *args: Any, device: torch.device) -> tuple[Tensor, ...]:
+def from_cache(
+    form: Callable[..., tuple[Tensor, ...]], *args: Any, device: torch.device, cache: GridCache = GRIDS
+) -> tuple[Tensor, ...]:
     """``form(*args, device)``, cached if the arguments can be a key."""
     if any(isinstance(part, Tensor) for arg in args for part in (arg if isinstance(arg, tuple) else (arg,))):
         return cleanly(form, *args, device)
-    return GRIDS.grid(form, *args, device=device)
+    return cache.grid(form, *args, device=device)
 
 
 def rotation_matrices(table: Tensor) -> Tensor:
