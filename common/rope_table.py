@@ -112,7 +112,7 @@ class RopeTable(LiveBuffers):
         if need <= self._rows:  # grown meanwhile, or the caller's table was reshaped: live() looks at it again
             return
         full = rope_frequencies.full_rows(self.spec)
-        ceiling = full if need <= full else EXACT_POSITIONS
+        ceiling = EXACT_POSITIONS if need > full and self.spec.grows else full
         self.reserve(max(need, min(2 * self._rows, ceiling)))
 
     # rotating
