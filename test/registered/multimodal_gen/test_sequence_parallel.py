@@ -2,6 +2,7 @@
 
 import itertools
 import multiprocessing
+import runpy
 import socket
 import sys
 import traceback
@@ -25,12 +26,12 @@ from multimodal_gen.runtime.layers.rotary_embedding.sharding import (
 register_cpu_ci(est_time=60, suite="distributed-test-cpu")
 
 
-def run(rank, size, port, work, failures):
+def run(rank, size, port, name, failures):
     try:
         store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         torch.set_num_threads(1)
-        work(rank, size)
+        globals()[name](rank, size)
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:  # reported by the parent, with the rank
@@ -45,7 +46,9 @@ def on_ranks(size, work):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     failures = context.Queue()
-    processes = [context.Process(target=run, args=(rank, size, port, work, failures)) for rank in range(size)]
+    tasks = [{"TASK": (rank, size, port, work.__name__, failures)} for rank in range(size)]
+    # By path: the test runner's name for this module means nothing to another process.
+    processes = [context.Process(target=runpy.run_path, args=(__file__, task, "rank")) for task in tasks]
     for process in processes:
         process.start()
     for process in processes:
@@ -173,6 +176,9 @@ def test_bad_input():
     with pytest.raises(ValueError, match="rank"):
         shard_bounds(8, 2, 2)
 
+
+if __name__ == "rank":
+    run(*TASK)  # noqa: F821  # given by on_ranks
 
 if __name__ == "__main__":
     sys.exit(pytest.main([__file__, "-v"]))
