@@ -102,6 +102,7 @@ EXPORT int rope_fill(const rope_fill_call *call) {
             return BAD_ARGUMENT;
         todo.row_bytes += call->width[p];
     }
+    if (call->tokens == 0) return OK; /* an axis may then have no position to divide by */
     int64_t megabytes = call->tokens * todo.row_bytes >> 20;
     todo.pieces = megabytes < 4 * call->threads ? megabytes + 1 : 4 * call->threads;
     if (call->parallel && call->threads > 1 && todo.pieces * call->tables > 1 &&

@@ -72,6 +72,13 @@ def test_large_in_several_threads(way):
     assert torch.equal(out, want)
 
 
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
+def test_no_tokens(way, shape):
+    columns = [Columns(a, torch.randn(n, 4)) for a, n in enumerate(shape)]
+    fill_tables([torch.empty(*shape, 4 * len(shape))], [columns], shape)
+    fill_tables([torch.empty(0, 4 * len(shape))], [columns], shape, [torch.empty(0, dtype=torch.int64)] * len(shape))
+
+
 def test_strided_results_and_a_row_for_a_whole_axis(way):
     whole = torch.zeros(3, 4, 20)
     columns = [Columns(0, torch.randn(1, 3)), Columns(1, torch.randn(4, 5)), Columns(0, torch.randn(3, 2))]

@@ -59,7 +59,8 @@ def on_ranks(size, work):
     reports = []
     while not failures.empty():
         reports.append("rank {}: {}".format(*failures.get()))
-    assert not reports and not stuck and all(p.exitcode == 0 for p in processes), "\n".join(reports) or "timed out"
+    codes = [process.exitcode for process in processes]
+    assert not reports and not stuck and not any(codes), "\n".join([f"exit codes {codes}", *reports])
 
 
 def together(tensor):
