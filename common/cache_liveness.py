@@ -503,8 +503,10 @@ class LiveBuffers(nn.Module):
 
 
 def _facts(tensor: Tensor) -> tuple:
-    """What tells a tensor from its earlier and later selves: our mark on it, version, address, size."""
-    return getattr(tensor, "_live_stamp", None), tensor._version, tensor.data_ptr(), tensor.nbytes
+    """What tells a tensor from its earlier and later selves: our mark on it, version, address, size. A tensor without
+    the mark (fake, perhaps) is a stranger's, and not asked for the rest."""
+    stamp = getattr(tensor, "_live_stamp", None)
+    return (None,) if stamp is None else (stamp, tensor._version, tensor.data_ptr(), tensor.nbytes)
 
 
 def _with_index(device: torch.device) -> torch.device:
