@@ -26,7 +26,7 @@ Frequencies = tuple[Tensor, float]
 # on the CPU, and the factor on cos and sin. Keyword arguments without a default are the type's required parameters.
 
 
-def _powers(rotary_dim: int, base: float) -> Tensor:
+def _powers(rotary_dim: int, base: float | Tensor) -> Tensor:
     """``base ** (2i / rotary_dim)``."""
     return base ** (torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim)
 
@@ -57,27 +57,29 @@ def dynamic(
     max_position: int,
     factor: float | None = None,
     alpha: float | None = None,
-    original_max_position_embeddings: int | None = None,
+    seq_len: int | None = None,
 ) -> Frequencies:
-    """Dynamic NTK scaling: by ``alpha`` (Hunyuan) on the base; or by ``factor``, for sequences as long as the table of
-    ``max_position * factor`` positions, as vLLM and sglang fix it (Hugging Face follows each sequence's length)."""
+    """Dynamic NTK scaling: by ``alpha`` (Hunyuan) on the base; or by ``factor``, for sequences of ``seq_len`` tokens, as
+    Hugging Face follows each sequence's length: up to ``max_position`` those of the base. Without ``seq_len``, for a
+    table of ``max_position * factor`` positions, as vLLM and sglang fix it."""
     if alpha is not None:
         return dynamic_alpha(rotary_dim, base, max_position=max_position, alpha=alpha)
     if factor is None:
         raise ValueError("rope_scaling of type 'dynamic' has neither 'factor' nor 'alpha'; expected one of them")
-    original = original_max_position_embeddings or max_position
-    return dynamic_ntk(rotary_dim, base, length=max_position * factor, original=original, factor=factor)
+    power = rotary_dim / (rotary_dim - 2)
+    if seq_len is None:
+        stretch = factor * (max_position * factor) / max_position - (factor - 1)
+    elif seq_len > max_position:  # Hugging Face's length is a tensor, so that it rounds to float32 at each step
+        length = torch.tensor(seq_len, dtype=torch.float32, device="cpu")
+        return 1.0 / _powers(rotary_dim, base * ((factor * length / max_position) - (factor - 1)) ** power), 1.0
+    else:
+        stretch = factor * max_position / max_position - (factor - 1)
+    return default(rotary_dim, base * stretch**power, max_position=max_position)
 
 
 def dynamic_alpha(rotary_dim: int, base: float, *, max_position: int, alpha: float) -> Frequencies:
     """``base * alpha ** (d / (d - 2))``."""
     return default(rotary_dim, base * alpha ** (rotary_dim / (rotary_dim - 2)), max_position=max_position)
-
-
-def dynamic_ntk(rotary_dim: int, base: float, *, length: float, original: int, factor: float) -> Frequencies:
-    """The dynamic NTK frequencies of a sequence of ``length`` tokens; those of the base up to ``original``."""
-    stretch = (factor * max(length, original) / original) - (factor - 1)
-    return default(rotary_dim, base * stretch ** (rotary_dim / (rotary_dim - 2)), max_position=original)
 
 
 def longrope(
@@ -227,14 +229,33 @@ def deepseek_yarn(
     )
 
 
-def axial(rotary_dim: int, base: float, *, max_position: int, alternate: bool = False) -> Frequencies:
-    """Vision towers' two axes, each with half of the pairs: the same frequencies for both (Qwen2-VL), or ``alternate``
-    ones of the whole head's (Pixtral)."""
-    if alternate:
+def axial(rotary_dim: int, base: float, *, max_position: int, layout: str = "rows first") -> Frequencies:
+    """The ropes of vision towers, whose positions are an image's row and column; each axis has half of the pairs.
+
+    ``layout``: ``rows first`` (Qwen2-VL) and ``columns first``, one axis after the other, both with the frequencies of
+    half a head; ``columns in turn`` (Kimi-K2.5), the same, column and row in turn; ``alternate`` (Pixtral), rows
+    first, each axis with every other frequency of the whole head.
+    """
+    if layout == "alternate":
         whole = default(rotary_dim, base, max_position=max_position)[0]
         return torch.cat((whole[0::2], whole[1::2])), 1.0
     half = default(rotary_dim // 2, base, max_position=max_position)[0]
-    return torch.cat((half, half)), 1.0
+    return half.repeat_interleave(2) if layout == "columns in turn" else torch.cat((half, half)), 1.0
+
+
+def _axial_axes(layout: str, rotary_dim: int) -> tuple[int, ...]:
+    quarter = rotary_dim // 4
+    axes = {
+        "rows first": (0,) * quarter + (1,) * quarter,
+        "columns first": (1,) * quarter + (0,) * quarter,
+        "columns in turn": (1, 0) * quarter,
+        "alternate": (0,) * quarter + (1,) * quarter,
+    }
+    if layout not in axes:
+        raise ValueError(f"layout of rope_scaling is {layout!r}; expected one of {', '.join(axes)}")
+    if rotary_dim % 4:
+        raise ValueError(f"rotary_dim is {rotary_dim}; an axial rope expects a multiple of 4")
+    return axes[layout]
 
 
 def telechat3_yarn(
@@ -406,6 +427,8 @@ class RopeSpec:
         """Positions that the rope is made for: types that stretch reach ``factor`` times the original length."""
         params = dict(self.params)
         factor = params.get("factor")
+        if params.get("seq_len") is not None:
+            return max(self.max_position, params["seq_len"])
         if factor is None or self.rope_type in ("llama3", "longrope", "proportional"):
             return self.max_position
         original = params.get("original_max_position_embeddings") or self.max_position
@@ -582,9 +605,7 @@ def _check_number(name: str, value: Any, positive: bool) -> None:
 def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int, ...] | None:
     """The axis of each pair, if the rope has positions of several axes."""
     if name == "axial":
-        if rotary_dim % 4:
-            raise ValueError(f"rotary_dim is {rotary_dim}; an axial rope expects a multiple of 4")
-        return mrope_pair_axes((rotary_dim // 4, rotary_dim // 4))
+        return _axial_axes(scaling.get("layout") or "rows first", rotary_dim)
     key = "xdrope_section" if name == "xdrope" else "mrope_section"
     section = scaling.get(key)
     if section is None:
