@@ -343,11 +343,12 @@ class LiveBuffers(nn.Module):
                 return gone
             if buffer.is_inference():
                 return "an inference tensor: its changes would leave no trace"
-            now = (*_facts(buffer), *self._sources())
+            sources = self._sources()
+            now = (*_facts(buffer), *sources)
             known = self._fingerprints.get(name)
             if now == known and not verify:
                 return None
-            if known is not None and self.learned and now[4:] != known[4:]:
+            if known is not None and known[4:] != sources:
                 return "a parameter that it is derived from changed"
             shape = self._shapes[name]
             if buffer.dtype != self.buffer_dtype:
