@@ -12,7 +12,6 @@ import mmap
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 
 from common.cache_liveness import born_clean, register_lender
-from common.rope_kernel import _read_address
 
 DEFAULT_LIMIT = 1 << 30  # bytes held by one cache
 
@@ -57,6 +55,9 @@ def cleanly(build: Callable[..., Any], *args: Any) -> Any:
         return born_clean(build, *args)
     with torch.no_grad():
         return build(*args)
+
+
+_CPU = torch.device("cpu")
 
 
 class _Entry:
@@ -96,7 +97,7 @@ class GridCache:
         self.name = name
         self.limit = limit
         self._entries: dict[Hashable, _Entry] = {}
-        self._seen: OrderedDict[Hashable, list[_Seen]] = OrderedDict()
+        self._seen: dict[Hashable, tuple[_Seen, ...]] = {}
         self._tokens = 0
         self.nbytes = self.uses = self.misses = self.drops = 0
         self.build_seconds = 0.0
@@ -125,7 +126,7 @@ class GridCache:
         """
         if not positions.is_cpu or traced():
             return cleanly(form, positions, *args)
-        key = (form, args, self._token(positions), positions.device)
+        key = (form, args, self._token(positions), _CPU)
         return self._get(key, lambda: form(positions, *args))
 
     def _get(self, key: Hashable, build: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -218,22 +219,17 @@ class GridCache:
         if not positions.is_contiguous():
             positions = positions.contiguous()
         kind = (positions.dtype, positions.shape)
-        address, nbytes = _read_address(positions), positions.nbytes
-        with self._lock:
-            known = self._seen.get(kind, ())
-            for at, seen in enumerate(known):
-                if _compare(seen.address, address, nbytes) == 0:
-                    if at:
-                        known.insert(0, known.pop(at))
-                    return seen.token
+        address, nbytes = positions.data_ptr(), positions.nbytes
+        for seen in self._seen.get(kind, ()):
+            if _compare(seen.address, address, nbytes) == 0:
+                return seen.token
         copy = cleanly(positions.clone)
         with self._lock:
             self._tokens += 1
-            self._seen.setdefault(kind, []).insert(0, _Seen(copy, copy.data_ptr(), self._tokens))
-            del self._seen[kind][8:]
-            self._seen.move_to_end(kind)
+            newest = _Seen(copy, copy.data_ptr(), self._tokens)
+            self._seen[kind] = (newest, *self._seen.pop(kind, ())[:7])  # a new tuple: others may be reading the old one
             while len(self._seen) > 32:
-                self._seen.popitem(last=False)
+                del self._seen[next(iter(self._seen))]
             return self._tokens
 
 
