@@ -30,22 +30,26 @@ _BASES = ("theta", "base", "rope_theta", "max_period")
 
 
 @dataclass
-class Swap:
-    """What :func:`use_live_rope` did: ``swapped`` maps each module's path to its class, ``skipped`` to the reason."""
+class SwapReport:
+    """What :func:`use_live_rope` did: ``swapped`` paths, and ``kept`` ones with the reason. ``undo()`` swaps back."""
 
-    swapped: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
+    swapped: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
     _originals: list[tuple[Any, str, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Put the original modules back."""
+        """Put the model's own modules back, as they were when they were swapped."""
         for owner, name, original in self._originals:
             setattr(owner, name, original)
         self._originals.clear()
-        self.swapped.clear()
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.swapped)} position embeddings swapped: {', '.join(self.swapped) or 'none'}"]
+        lines += [f"kept {path}: {why}" for path, why in self.kept.items()]
+        return "\n".join(lines)
 
 
-def use_live_rope(transformer: nn.Module) -> Swap:
+def use_live_rope(transformer: nn.Module) -> SwapReport:
     """Swap every position embedding of ``transformer`` (a transformer, controlnet, autoencoder or any module that holds
     some) for ours of the same name.
 
@@ -57,25 +61,25 @@ def use_live_rope(transformer: nn.Module) -> Swap:
     and from the model's config, and the tables made from that are compared with those that it holds, unless they are
     on meta. Otherwise it stays, and the report says why.
     """
-    swap = Swap()
+    report = SwapReport()
     done: dict[int, Any] = {}
     config = _config(transformer)
     for path, owner, name, module in list(_position_embeddings(transformer)):
         kind = type(module).__name__
         ours = getattr(pos_embed, _RENAMED.get(kind, kind), None)
         if ours is None:
-            swap.skipped[path] = f"{kind} has no live counterpart"
+            report.kept[path] = f"{kind} has no live counterpart"
             continue
         if id(module) not in done:
             try:
                 done[id(module)] = _counterpart(module, ours, config)
             except _Unknown as reason:
-                swap.skipped[path] = str(reason)
+                report.kept[path] = str(reason)
                 continue
-        swap._originals.append((owner, name, module))
+        report._originals.append((owner, name, module))
         setattr(owner, name, done[id(module)])
-        swap.swapped[path] = kind
-    return swap
+        report.swapped.append(path)
+    return report
 
 
 class _Unknown(ValueError):

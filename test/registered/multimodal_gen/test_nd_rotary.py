@@ -82,6 +82,16 @@ def test_fractional_and_far_apart_positions():
     torch.testing.assert_close(sin, angles.sin().float(), rtol=0, atol=6e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.float64])
+def test_positions_of_any_dtype(dtype):
+    low, high = (0, 255) if dtype == torch.uint8 else (-128, 127)
+    positions = torch.arange(low, high + 1).flip(0).unsqueeze(1)
+    module = NDRotaryEmbedding([8], 10000)
+    want = module.forward_uncached(positions)
+    assert all(torch.equal(a, b) for a, b in zip(module(positions.to(dtype)), want))
+    assert want[0][-1 - abs(low)].eq(1).all()
+
+
 def test_real_and_repeated_columns_stand_side_by_side():
     halves = NDRotaryEmbedding(**FLUX).forward_from_grid((2, 3, 4))
     pairs = NDRotaryEmbedding(**FLUX, use_real=True, repeat_interleave_real=True).forward_from_grid((2, 3, 4))
@@ -179,6 +189,18 @@ def test_a_hit_shares_memory_until_somebody_writes():
     assert address(first[0]) == address(second[0])
     second[0].zero_()
     assert address(first[0]) != address(second[0])
+
+
+def test_copies_are_lent_where_there_is_no_copy_on_write(monkeypatch):
+    def refuse(tensor):
+        raise RuntimeError("not supported on this device")
+
+    module = NDRotaryEmbedding(**FLUX)
+    want = [t.clone() for t in module.forward_from_grid((4, 4, 4))]
+    monkeypatch.setattr(torch.Tensor, "_lazy_clone", refuse)
+    for tensor in module.forward_from_grid((4, 4, 4)):
+        tensor.data.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(module.forward_from_grid((4, 4, 4)), want))
 
 
 def test_the_content_of_positions_is_the_key():

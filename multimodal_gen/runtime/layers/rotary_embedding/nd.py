@@ -21,7 +21,6 @@ HALVES = "halves"  # one column per pair:                     c0 c1 c2 ...
 PAIRS = "pairs"  # each column twice, side by side:           c0 c0 c1 c1 ...
 TILED = "tiled"  # all columns, then all of them again:       c0 c1 ... c0 c1 ...
 
-
 _CPU = torch.device("cpu")
 
 # --- filling a grid -------------------------------------------------------------------------------------------------
@@ -68,7 +67,7 @@ def distinct(positions: Tensor) -> tuple[Tensor, Tensor]:
     """The different values among ``positions`` ``[S]`` and the index of each position among them."""
     low, high = (bound.item() for bound in torch.aminmax(positions))
     if high - low < 2 * positions.numel() + 256 and low == int(low):  # false where any is infinite or not a number
-        index = (positions - low).to(torch.int64)
+        index = (positions.double() - low).to(torch.int64) if positions.is_floating_point() else positions.long() - low
         values = torch.arange(low, high + 1, dtype=torch.float64, device="cpu").to(positions.dtype)
         if torch.equal(values[index], positions):
             return values, index
@@ -104,17 +103,16 @@ def gather_columns(
 # --- frequencies ----------------------------------------------------------------------------------------------------
 
 
-def axis_frequencies(dim: int, theta: float, rescale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``1 / theta ** (2j / dim)``, ``[dim/2]``, with theta raised to ``theta * rescale ** (dim / (dim - 2))`` (NTK)."""
-    if rescale != 1.0:
-        theta = theta * rescale ** (dim / (dim - 2))
-    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim))
+def frequencies(dim: int, theta: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``1 / theta ** (2j / dim)``, ``[dim/2]``, in the order of operations of sglang and diffusers."""
+    return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
 
 
 def _axis_angles(spec: tuple, positions: Tensor) -> Tensor:
     dim, theta, rescale, interpolation, dtype = spec
-    frequencies = axis_frequencies(dim, theta, rescale, dtype, positions.device)
-    return torch.outer(positions.to(dtype) * interpolation, frequencies)
+    if rescale != 1.0:
+        theta = theta * rescale ** (dim / (dim - 2))
+    return torch.outer(positions.to(dtype) * interpolation, frequencies(dim, theta, dtype, positions.device))
 
 
 def _nd_grid(specs: tuple, span: tuple, layout: str, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..grid_cache import GRIDS, cleanly, empty_result, table_device
-from ..nd import PAIRS, cos_sin_grid, gather_columns, resolve, spread
-from .tables import angles, filled, frequencies, unit_complex
+from ..nd import PAIRS, cos_sin_grid, frequencies, gather_columns, resolve, spread
+from .tables import angles, filled, unit_complex
 
 
 def get_1d_rotary_pos_embed(
@@ -39,7 +39,7 @@ def get_1d_rotary_pos_embed(
         pos = torch.from_numpy(pos)
 
     def build() -> Any:
-        inverse = frequencies(dim, theta * ntk_factor, freqs_dtype, pos.device, linear_factor=linear_factor)
+        inverse = frequencies(dim, theta * ntk_factor, freqs_dtype, pos.device) / linear_factor
         table = torch.outer(pos, inverse)
         if not use_real:
             return unit_complex(table)
@@ -125,7 +125,7 @@ def _lumina_image(
     embed_dim: int, len_h: int, len_w: int, linear_factor: float, ntk_factor: float, device: torch.device
 ) -> tuple[Tensor]:
     home = table_device(device)
-    inverse = frequencies(embed_dim // 2, 10000.0 * ntk_factor, torch.float32, home, linear_factor=linear_factor)
+    inverse = frequencies(embed_dim // 2, 10000.0 * ntk_factor, torch.float32, home) / linear_factor
     down, across = (unit_complex(torch.outer(torch.arange(n, device=home), inverse)) for n in (len_h, len_w))
     out = empty_result((len_h, len_w, embed_dim // 4, 2), torch.complex64, device)
     out[..., 0].copy_(down.to(device).unsqueeze(1))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from common.rope_grid import Columns
 
 from ..grid_cache import AXES, GRIDS, cleanly, empty_result, table_device
-from ..nd import PAIRS, TILED, cos_sin_grid, grid_tables, resolve, spread
+from ..nd import PAIRS, TILED, cos_sin_grid, frequencies, grid_tables, resolve, spread
 from .functions import get_3d_rotary_pos_embed
-from .tables import Positions, angles, filled, frequencies, from_cache, hashable, place, unit_complex
+from .tables import Positions, angles, filled, from_cache, hashable, place, unit_complex
 
 
 def _thirds(head_dim: int) -> tuple[int, int, int]:

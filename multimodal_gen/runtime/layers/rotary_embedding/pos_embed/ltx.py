@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..apply import rotate_tokens
 from ..grid_cache import GRIDS, cleanly, empty_result, table_device
-from ..nd import HALVES, cos_sin_grid, resolve
-from .tables import frequencies, from_cache, place
+from ..nd import HALVES, cos_sin_grid, frequencies, resolve
+from .tables import from_cache, place
 
 
 def _ltx_frequencies(dim: int, theta: float, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from common.rope_grid import Columns, fill_tables
 
 from ..grid_cache import GRIDS, GridCache, cleanly, empty_result, traced
+from ..nd import frequencies
 
 # Positions on one axis: a count n for 0..n-1, the positions themselves, or a tensor of them that must not be read here.
 Positions: TypeAlias = "int | tuple[float, ...] | Tensor"
@@ -19,19 +20,6 @@ Positions: TypeAlias = "int | tuple[float, ...] | Tensor"
 def double_for(device: torch.device) -> torch.dtype:
     """The widest float that tables can be computed in on ``device``."""
     return torch.float32 if device.type in ("mps", "npu") else torch.float64
-
-
-def frequencies(
-    dim: int,
-    theta: float,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    linear_factor: float = 1.0,
-) -> Tensor:
-    """``1 / theta ** (2j / dim)``, ``[dim/2]``, in the order of operations that diffusers uses."""
-    table = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=dtype, device=device) / dim)
-    return table if linear_factor == 1.0 else table / linear_factor
 
 
 def angles(positions: Tensor, dim: int, theta: float, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..grid_cache import GRIDS
-from ..nd import PAIRS, gather_columns, spread
-from .tables import angles, double_for, frequencies, rotation_matrices, tiled_cos_sin, unit_complex
+from ..nd import PAIRS, frequencies, gather_columns, spread
+from .tables import angles, double_for, rotation_matrices, tiled_cos_sin, unit_complex
 
 # --- FLUX and its kin -----------------------------------------------------------------------------------------------
 
