@@ -8,6 +8,7 @@ checks in O(1) that it is still what was derived, and rebuilds it if not.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -61,6 +62,25 @@ def born_clean(build: Callable[..., Any], *args: Any) -> Any:
 
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-rope-build") as thread:
         return thread.submit(run).result()
+
+
+_set_eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_set_eval_frame = getattr(_set_eval_frame, "set_eval_frame", lambda callback: callback)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, never traced by ``torch.compile``: what ``torch.compiler.disable`` does, without the second that
+    importing the compiler takes."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        before = _set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_eval_frame(before)
+
+    return wrapper
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------
@@ -199,6 +219,7 @@ class LiveBuffers(nn.Module):
 
     # building
 
+    @untraced
     def build_buffers(self, device: torch.device | str | None = None) -> None:
         """Derive and register the buffers, on ``device`` or the default device."""
         self._shapes = self.shapes()
@@ -226,7 +247,8 @@ class LiveBuffers(nn.Module):
         """Right values on ``device``: views of an equal module's memory, or derived and moved there."""
         key = self.derivation()
         for other in list(_OWNERS.get((key, str(device)), ())) if key is not None else ():
-            if other is not self and other._on(device) and other.intact() and other._checks:
+            # verified: its memory may have been overwritten without a trace
+            if other is not self and other._on(device) and other.fault(verify=True) is None:
                 self._checks = other._checks
                 return born_clean(lambda other=other: {n: other._buffers[n].detach() for n in self._shapes})
 
@@ -257,7 +279,8 @@ class LiveBuffers(nn.Module):
         if stamp is None or self._fingerprints.get(name, (None,))[0] != stamp:
             stamp = tensor._live_stamp = next(_STAMPS)
         self._fingerprints[name] = (*_facts(tensor), *self._sources())
-        self._storages[name] = tensor.untyped_storage()._cdata
+        storage = tensor.untyped_storage()
+        self._storages[name] = storage._live_stamp = getattr(storage, "_live_stamp", None) or next(_STAMPS)
         self._sole = (name, *self._fingerprints[name]) if len(self._shapes) == 1 and not self.learned else None
         self._asleep = False
 
@@ -325,6 +348,7 @@ class LiveBuffers(nn.Module):
             return False
         return bool(self._fingerprints)
 
+    @untraced
     def fault(self, *, verify: bool = False) -> tuple[str, str] | None:
         """The first derived buffer that is not right, as ``(name, fault)``. A changed one is compared by value and
         accepted if equal; ``verify`` compares the unchanged ones too."""
@@ -344,7 +368,12 @@ class LiveBuffers(nn.Module):
             if buffer.is_inference():
                 return "an inference tensor: its changes would leave no trace"
             sources = self._sources()
-            now = (*_facts(buffer), *sources)
+            try:
+                now = (*_facts(buffer), *sources)
+            except (RuntimeError, NotImplementedError):  # batched by functorch, nested, sparse ...
+                return f"replaced by a {type(buffer).__name__} that has no memory of its own"
+            if buffer.layout != torch.strided or buffer.is_neg():
+                return f"replaced by a {'negated view' if buffer.layout == torch.strided else buffer.layout} tensor"
             known = self._fingerprints.get(name)
             if now == known and not verify:
                 return None
@@ -371,6 +400,7 @@ class LiveBuffers(nn.Module):
         values = buffer[row].detach().to("cpu").reshape(-1)[:3].tolist()
         return f"values changed: {int(wrong.sum())} of {wrong.numel()} rows, first row {row} begins {values}"
 
+    @untraced
     def _revive(self, name: str, device: torch.device | None) -> Tensor:
         with _LOCK:
             buffer = self._buffers.get(name)
@@ -386,6 +416,7 @@ class LiveBuffers(nn.Module):
                     self.heal(name, fault, device)
             return self._buffers[name]
 
+    @untraced
     def heal(self, name: str, fault: str, device: torch.device | None = None) -> None:
         """Rebuild every derived buffer, with one warning that says what was wrong with ``name``."""
         with _LOCK:
@@ -408,7 +439,7 @@ class LiveBuffers(nn.Module):
                 if self._made(buffer, name, device):
                     storage = buffer.untyped_storage()
                     if (
-                        storage._cdata != self._storages[name]
+                        getattr(storage, "_live_stamp", None) != self._storages[name]
                         or storage.nbytes() < value.nbytes
                         or buffer.dtype != value.dtype
                     ):
@@ -442,6 +473,7 @@ class LiveBuffers(nn.Module):
 
     # moves, casts, copies
 
+    @untraced
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LiveBuffers:
         """Follow ``fn`` (``to``, ``cuda``, ``half``, ``to_empty``, ``share_memory`` ...) to its device, not its dtype."""
         ours = {id(b) for b in map(self._buffers.get, self._shapes) if b is not None}
@@ -470,6 +502,7 @@ class LiveBuffers(nn.Module):
             state.pop(name, None)
         return state
 
+    @untraced
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
         home = torch.device(state.pop("_home", "cpu"))
@@ -629,6 +662,7 @@ def get_live_entry(cache: MutableMapping[Hashable, nn.Module], key: Hashable) ->
     return None
 
 
+@untraced
 def get_or_build(
     cache: MutableMapping[Hashable, nn.Module], key: Hashable, build: Callable[[], nn.Module]
 ) -> nn.Module:
