@@ -9,17 +9,20 @@ dies neither recompiles nor breaks a graph: it is checked, healed and grown when
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import logging
 import os
 import struct
 import threading
 import weakref
+from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from common import cache_liveness
 from common.cache_liveness import DeadBufferError, tensor_fault
@@ -48,6 +51,10 @@ class PositionError(IndexError):
 
 # --- the C library --------------------------------------------------------------------------------------------------
 
+_WANTED = os.environ.get("LIVE_ROPE_KERNEL", "auto")
+if _WANTED not in ("auto", "c", "torch", "triton"):
+    raise ValueError(f"LIVE_ROPE_KERNEL must be auto, c, torch or triton, got {_WANTED!r}")
+
 _ABI = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("@6q 2P6q 2P6q 4i P3q P2i 2P3q P d P 2q")  # rope_call of csrc/rope_kernel.c
@@ -57,10 +64,7 @@ _local = threading.local()
 
 def _load() -> ctypes.CDLL | None:
     """The compiled kernel, or None with one line in the log that says why the plain-torch path is taken."""
-    wanted = os.environ.get("LIVE_ROPE_KERNEL", "auto")
-    if wanted not in ("auto", "c", "torch", "triton"):
-        raise ValueError(f"LIVE_ROPE_KERNEL must be auto, c, torch or triton, got {wanted!r}")
-    if wanted == "torch":
+    if _WANTED in ("torch", "triton"):
         return None
     here = Path(__file__).parent
     why = "it was not built (no C compiler at installation)"
@@ -79,7 +83,7 @@ def _load() -> ctypes.CDLL | None:
             library.rope_row_checks.argtypes += [ctypes.c_int32, ctypes.c_void_p]
             library.rope_row_checks.restype = None
             return library
-    if wanted == "c":
+    if _WANTED == "c":
         raise ImportError(f"LIVE_ROPE_KERNEL=c, but the C kernel cannot be used: {why}")
     logger.info("the C kernel cannot be used, rotating with plain torch: %s", why)
     return None
@@ -143,6 +147,7 @@ def rotate(
     inplace: bool = False,
     row_checks: Tensor | None = None,
     scale: float | None = None,
+    head_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate ``query`` and ``key`` by the rows of ``table`` that ``positions`` name.
 
@@ -153,13 +158,16 @@ def rotate(
         positions: int32 or int64: ``[seq]``, shared over a batch, or ``[batch, seq]``; with ``pair_axis``, ``[axes,
             seq]`` or ``[axes, batch, seq]``. None: token ``s`` takes row ``s``.
         table: float32 ``[rows, rotary_dim]``, cos in the first half of a row and sin in the second; or, with ``sin``,
-            the cos ``[rows, rotary_dim/2]``. Elements of a head from ``rotary_dim`` on pass unrotated.
+            the cos ``[rows, rotary_dim/2]``. Elements of a head from ``rotary_dim`` on pass unrotated. No gradients
+            flow to it.
         is_neox_style: pairs ``(i, i + rotary_dim/2)``; else ``(2i, 2i+1)``.
-        pair_axis: uint8 ``[rotary_dim/2]`` on the CPU: the axis of ``positions`` that each pair takes.
+        pair_axis: uint8 ``[rotary_dim/2]``: the axis of ``positions`` that each pair takes.
         inverse: rotate back (the gradient's rotation).
         inplace: overwrite and return ``query`` and ``key``; else new contiguous tensors.
         row_checks: int32 ``[rows]``, see :func:`common.cache_liveness.row_checks`: each row used must match.
         scale: without ``row_checks``, each used pair must satisfy ``cos^2 + sin^2 = scale^2``.
+        head_size: given, ``query`` and ``key`` are ``[tokens, heads * head_size]`` or ``[batch, seq, heads *
+            head_size]`` instead.
 
     Returns:
         the rotated query and key, within 1 ulp of the float64 value rounded once to their dtype.
@@ -167,28 +175,44 @@ def rotate(
     Raises:
         PositionError (an IndexError): a position is negative or has no row. DeadRowError, DeadBufferError: the table
         is damaged, freed, on meta or fake. ValueError, TypeError: shapes or dtypes that do not fit. Nothing was
-        written then.
+        written then. The GPU kernel cannot raise without waiting for the device: a token whose position has no row,
+        or whose row is damaged, becomes NaN there.
     """
-    if _plain(query, key, table):
-        if inplace and torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
-            raise RuntimeError(_GRAD_INPLACE)
-        return _rotate_now(
-            query, key, positions, table, sin, pair_axis, row_checks, scale or 0.0, is_neox_style, inverse, inplace
-        )
     if inplace:
-        if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
-            raise RuntimeError(_GRAD_INPLACE)
-        torch.ops.live_rope.rotate_(
-            query, key, positions, table, sin, pair_axis, row_checks, scale or 0.0, is_neox_style, inverse
-        )
+        _check_gradients(query, key)
+    rest = (positions, table, sin, pair_axis, row_checks, scale or 0.0, is_neox_style, inverse)
+    if _plain(query, key, positions, table):
+        return _rotate_now(query, key, *rest, inplace, head_size)
+    return _by_op(torch.ops.live_rope.rotate_ if inplace else torch.ops.live_rope.rotate, query, key, rest, head_size)
+
+
+def _by_op(
+    op: Callable, query: Tensor, key: Tensor | None, rest: tuple, head_size: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """Call an op, whose heads have a dimension of their own, and whose key is never None in the result."""
+    q, k = _with_heads(query, head_size), None if key is None else _with_heads(key, head_size)
+    outputs = _Rotation.apply(op, q, k, *rest) if _transformed() else op(q, k, *rest)
+    if outputs is None:  # in place
         return query, key
-    q, k = torch.ops.live_rope.rotate(
-        query, key, positions, table, sin, pair_axis, row_checks, scale or 0.0, is_neox_style, inverse
-    )
-    return q, None if key is None else k
+    return outputs[0].reshape(query.shape), None if key is None else outputs[1].reshape(key.shape)
 
 
-_GRAD_INPLACE = "inplace=True overwrites a query or key that autograd needs; expected inplace=False, or torch.no_grad()"
+def _with_heads(x: Tensor, head_size: int | None) -> Tensor:
+    return x if head_size is None else x.unflatten(-1, (-1, head_size))
+
+
+def _check_gradients(query: Tensor, key: Tensor | None) -> None:
+    if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
+        raise RuntimeError(
+            "inplace=True overwrites a query or key that autograd needs; expected inplace=False, or torch.no_grad()"
+        )
+
+
+_empty_like, _CONTIGUOUS, _threads = torch.empty_like, torch.contiguous_format, torch.get_num_threads
+_increment_version = torch.autograd.graph.increment_version
+_storage_address = getattr(
+    torch._C, "_data_address", lambda tensor: tensor.data_ptr() - tensor.storage_offset() * tensor.element_size()
+)
 
 
 def _rotate_now(
@@ -203,50 +227,72 @@ def _rotate_now(
     neox: bool,
     inverse: bool,
     inplace: bool,
+    head_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``rotate`` on real tensors: check the arguments, choose the kernel."""
-    shape = query.shape
-    dims = len(shape)
-    if dims not in (3, 4):
-        raise ValueError(f"query has shape {tuple(shape)}; expected [tokens, heads, size] or [batch, seq, heads, size]")
-    if key is not None:
-        kshape = key.shape
-        if len(kshape) != dims or kshape[-1] != shape[-1] or kshape[:-2] != shape[:-2]:
-            raise ValueError(f"key has shape {tuple(kshape)}; expected that of query {tuple(shape)} but for the heads")
-        if key.dtype != query.dtype or key.device != query.device:
-            raise ValueError(f"key is {key.dtype} on {key.device}; expected {query.dtype} on {query.device} as query")
-    rows, width, cos_stride = _check_table(table, query, shape[-1], sin)
-    batch, seq = (1, shape[0]) if dims == 3 else (shape[0], shape[1])
-    strides = _check_positions(positions, pair_axis, dims, batch, seq, width)
+    """``rotate`` on real tensors: check the arguments, choose the kernel.
+
+    For one token nearly all the time goes into reading the tensors' attributes here, so each is read once.
+    """
+    if query.is_meta:
+        return (query, key) if inplace else (_contiguous_like(query), None if key is None else _contiguous_like(key))
+    dtype = query.dtype
+    code = _DTYPES.get(dtype)
+    if code is None and dtype != torch.float64:
+        raise TypeError(f"query is {dtype}; expected torch.float32, bfloat16, float16 or float64")
+    q_shape, q_strides, q_ready = _layout(query, "query", head_size)
+    batch, seq, heads, size = q_shape
+    rows, width, row_stride, cos_address = _check_table(table, "table", query)
+    if sin is None:
+        sin_stride, sin_address = row_stride, cos_address + 2 * width
+    else:
+        sin_rows, sin_width, sin_stride, sin_address = _check_table(sin, "sin", query)
+        if (sin_rows, sin_width) != (rows, width):
+            raise ValueError(f"sin has shape {tuple(sin.shape)}; expected that of cos, {tuple(table.shape)}")
+        width *= 2
+    if width % 2 or not 0 < width <= size:
+        raise ValueError(f"the table is {width} wide; expected an even width of at most the head size {size}")
+    if key is None:
+        k_shape, k_strides, k_ready = (0, 0, 0, 0), (0, 0, 0), True
+    else:
+        k_shape, k_strides, k_ready = _layout(key, "key", head_size)
+        if k_shape[0] != batch or k_shape[1] != seq or k_shape[3] != size:
+            raise ValueError(
+                f"key has shape {tuple(key.shape)}; expected that of query {tuple(query.shape)} but for the heads"
+            )
+        if key.dtype != dtype or key.device != query.device:
+            raise ValueError(f"key is {key.dtype} on {key.device}; expected {dtype} on {query.device} as query")
+    position_strides = _check_positions(positions, pair_axis, batch, seq, width, query.dim() - (head_size is None))
+    if row_checks is not None and (row_checks.dtype != torch.int32 or row_checks.shape != (rows,)):
+        raise ValueError(f"row_checks is {row_checks.dtype} {tuple(row_checks.shape)}; expected int32 [{rows}]")
     if inplace:
         _check_writable(query, "query")
         if key is not None:
             _check_writable(key, "key")
-    code = _DTYPES.get(query.dtype)
-    if code is None or _library is None or not query.is_cpu or (positions is not None and not positions.is_cpu):
-        return _other_kernel(
-            query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace, batch, seq
-        )
-    if query.stride(-1) != 1:
-        query = query.contiguous()
-    if key is not None and key.stride(-1) != 1:
-        key = key.contiguous()
-    q_out = query if inplace else torch.empty(shape, dtype=query.dtype, device=query.device)
-    q_strides, q_out_strides = query.stride(), q_out.stride()
-    if dims == 3:
-        q_strides, q_out_strides = (0, *q_strides), (0, *q_out_strides)
-    if key is None:
-        k_out = None
-        k_pack = (0, 0, 0, 0, 0, 0, 0, 0)
-        k_heads = 0
+            if key.data_ptr() == query.data_ptr() and key.numel() and query.numel():
+                raise ValueError("query and key begin at the same memory; inplace=True would rotate it twice")
+    if code is None or _library is None or not query.is_cpu:
+        rest = (positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace)
+        q, k = _with_heads(query, head_size), None if key is None else _with_heads(key, head_size)
+        q, k = _other_kernel(query)(q, k, *rest)
+        return (query, key) if inplace else (q.view(query.shape), None if k is None else k.view(key.shape))
+    if positions is not None and not positions.is_cpu:
+        positions = positions.cpu()
+        position_strides = _check_positions(positions, pair_axis, batch, seq, width, query.dim() - (head_size is None))
+    if pair_axis is not None and not (pair_axis.is_cpu and pair_axis.is_contiguous()):
+        pair_axis = pair_axis.cpu().contiguous()
+    if row_checks is not None and not (row_checks.is_cpu and row_checks.is_contiguous()):
+        row_checks = row_checks.cpu().contiguous()
+    if inplace:
+        q_out, k_out, q_out_strides, k_out_strides = query, key, q_strides, k_strides
     else:
-        k_out = key if inplace else torch.empty(kshape, dtype=key.dtype, device=key.device)
-        k_strides, k_out_strides = key.stride(), k_out.stride()
-        if dims == 3:
-            k_strides, k_out_strides = (0, *k_strides), (0, *k_out_strides)
-        k_pack = (key.data_ptr(), k_out.data_ptr(), *k_strides[:3], *k_out_strides[:3])
-        k_heads = kshape[-2]
-    cos = _read_address(table)
+        q_out, q_out_strides = _contiguous_like(query), (seq * heads * size, heads * size, size)
+        if not q_ready:
+            query, q_strides = query.contiguous(), q_out_strides
+        k_out, k_out_strides = None, k_strides
+        if key is not None:
+            k_out, k_out_strides = _contiguous_like(key), (seq * k_shape[2] * size, k_shape[2] * size, size)
+            if not k_ready:
+                key, k_strides = key.contiguous(), k_out_strides
     try:
         call, address = _local.call
     except AttributeError:
@@ -254,39 +300,16 @@ def _rotate_now(
         address = ctypes.addressof(call)
         _local.call = call, address
     _CALL.pack_into(
-        call,
-        0,
-        batch,
-        seq,
-        width,
-        shape[-1],
-        shape[-2],
-        k_heads,
-        query.data_ptr(),
-        q_out.data_ptr(),
-        *q_strides[:3],
-        *q_out_strides[:3],
-        *k_pack,
-        code,
-        not neox,
-        inverse,
-        0 if positions is None else 8 * positions.element_size(),
-        0 if positions is None else positions.data_ptr(),
-        *strides,
-        0 if pair_axis is None else pair_axis.data_ptr(),
-        1 if pair_axis is None else positions.shape[0],
-        torch.get_num_threads(),
-        cos,
-        cos + 2 * width if sin is None else _read_address(sin),
-        cos_stride,
-        cos_stride if sin is None else sin.stride(0),
-        rows,
-        0 if row_checks is None else row_checks.data_ptr(),
-        scale,
-        _pool,
-        0,
-        0,
-    )
+        call, 0,
+        batch, seq, width, size, heads, k_shape[2],
+        query.data_ptr(), q_out.data_ptr(), *q_strides, *q_out_strides,
+        0 if key is None else key.data_ptr(), 0 if key is None else k_out.data_ptr(), *k_strides, *k_out_strides,
+        code, not neox, inverse, 0 if positions is None else 64 if positions.dtype is torch.int64 else 32,
+        0 if positions is None else positions.data_ptr(), *position_strides,
+        0 if pair_axis is None else pair_axis.data_ptr(), 1 if pair_axis is None else positions.shape[0],
+        _threads(), cos_address, sin_address, row_stride, sin_stride, rows,
+        0 if row_checks is None else row_checks.data_ptr(), scale, _pool, 0, 0,
+    )  # fmt: skip
     status = _library.rope_rotate(address)
     if status:
         position, _ = _BAD.unpack_from(call, _CALL.size - _BAD.size)
@@ -294,147 +317,220 @@ def _rotate_now(
             raise PositionError(position, rows)
         if status == 2:
             raise DeadRowError(position)
-        raise ValueError(f"the kernel refused its arguments: query {tuple(shape)}, table {tuple(table.shape)}")
+        raise ValueError(
+            f"the kernel refused query {tuple(query.shape)} with table {tuple(table.shape)}; expected query, key and "
+            "positions whose storage is not freed, and no axis in pair_axis that positions do not have"
+        )
+    if inplace:  # tell autograd, which may have saved them
+        _increment_version(query)
+        if key is not None:
+            _increment_version(key)
     return q_out, k_out
 
 
-_storage_address = getattr(torch._C, "_data_address", None)
+def _contiguous_like(x: Tensor) -> Tensor:
+    return _empty_like(x, memory_format=_CONTIGUOUS)
+
+
+def _layout(x: Tensor, name: str, head_size: int | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
+    """``(batch, seq, heads, size)``, the strides of the first three, and whether the last dimension is contiguous."""
+    shape, strides = x.shape, x.stride()
+    dims = len(shape)
+    if head_size is None:
+        if dims == 3:
+            return (1, *shape), (0, *strides[:2]), strides[2] == 1
+        if dims == 4:
+            return shape, strides[:3], strides[3] == 1
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; expected [tokens, heads, size] or [batch, seq, heads, size]"
+        )
+    if dims not in (2, 3) or shape[-1] % head_size:
+        raise ValueError(
+            f"{name} has shape {tuple(shape)}; expected [tokens, heads * {head_size}] or [batch, seq, heads * "
+            f"{head_size}]"
+        )
+    heads = shape[-1] // head_size
+    if dims == 2:
+        return (1, shape[0], heads, head_size), (0, strides[0], head_size), strides[1] == 1
+    return (*shape[:2], heads, head_size), (*strides[:2], head_size), strides[2] == 1
+
+
+def _check_table(table: Tensor, name: str, query: Tensor) -> tuple[int, int, int, int]:
+    """Rows, width, row stride and address of a table that can be right for ``query``."""
+    device = query.device
+    if type(table) is Tensor and table.dtype is torch.float32 and table.is_contiguous() and table.device == device:
+        offset = 4 * table.storage_offset()
+        if table.untyped_storage().nbytes() >= offset + table.nbytes > offset and table.dim() == 2:
+            rows, width = table.shape
+            return rows, width, width, _storage_address(table) + offset
+    fault = tensor_fault(table)
+    if fault is not None:
+        raise DeadBufferError(f"{name} is dead ({fault}) while query lies on {device}; rebuild it")
+    if table.device != device:
+        raise ValueError(f"{name} lies on {table.device}; expected {device}, where query lies")
+    if table.dtype != torch.float32 or table.dim() != 2:
+        raise ValueError(f"{name} is {table.dtype} {tuple(table.shape)}; expected float32 [rows, width]")
+    step, unit = table.stride()
+    if unit != 1 and table.shape[1] > 1:
+        raise ValueError(f"{name} has strides {table.stride()}; expected a contiguous last dimension")
+    return *table.shape, step, _read_address(table)
 
 
 def _read_address(tensor: Tensor) -> int:
     """Where ``tensor`` begins, for reading: ``data_ptr()`` is for writing too, and so copies a copy-on-write tensor."""
-    if _storage_address is None:
-        return tensor.data_ptr()
     return _storage_address(tensor) + tensor.storage_offset() * tensor.element_size()
 
 
-def _check_table(table: Tensor, query: Tensor, head_size: int, sin: Tensor | None) -> tuple[int, int, int]:
-    """Rows, rotary width and row stride of a table that can be right for ``query``."""
-    for name, part in (("table", table), ("sin", sin)):
-        if part is None:
-            continue
-        fault = tensor_fault(part)
-        if fault is not None:
-            raise DeadBufferError(f"{name} is dead ({fault}) while query lies on {query.device}; rebuild it")
-        if part.device != query.device:
-            raise ValueError(f"{name} lies on {part.device}; expected {query.device}, where query lies")
-        if part.dtype != torch.float32 or part.dim() != 2:
-            raise ValueError(f"{name} is {part.dtype} {tuple(part.shape)}; expected float32 [rows, width]")
-        if part.stride(1) != 1 and part.shape[1] > 1:
-            raise ValueError(f"{name} has strides {part.stride()}; expected a contiguous last dimension")
-    rows, width = table.shape
-    if sin is not None:
-        if sin.shape != table.shape:
-            raise ValueError(f"sin has shape {tuple(sin.shape)}; expected that of cos, {tuple(table.shape)}")
-        width *= 2
-    if width % 2 or width > head_size or width == 0:
-        raise ValueError(f"the table is {width} wide; expected an even width of at most the head size {head_size}")
-    return rows, width, table.stride(0)
-
-
 def _check_positions(
-    positions: Tensor | None, pair_axis: Tensor | None, dims: int, batch: int, seq: int, width: int
+    positions: Tensor | None, pair_axis: Tensor | None, batch: int, seq: int, width: int, dims: int
 ) -> tuple[int, int, int]:
-    """The strides of ``positions`` over axes, batch and sequence."""
+    """The strides of ``positions`` over axes, batch and sequence; ``dims`` is 2 for tokens, 3 for batch and sequence."""
     if positions is None:
         if pair_axis is not None:
             raise ValueError("pair_axis was given without positions; expected positions of several axes")
         return 0, 0, 0
     if positions.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"positions are {positions.dtype}; expected torch.int32 or torch.int64")
-    shape, strides = tuple(positions.shape), positions.stride()
+    shape, strides = positions.shape, positions.stride()
     axis = 0
     if pair_axis is not None:
-        if pair_axis.dtype != torch.uint8 or tuple(pair_axis.shape) != (width // 2,):
+        if pair_axis.dtype != torch.uint8 or pair_axis.shape != (width // 2,):
             raise ValueError(f"pair_axis is {pair_axis.dtype} {tuple(pair_axis.shape)}; expected uint8 [{width // 2}]")
-        axis, shape, strides = strides[0], shape[1:], strides[1:]
+        if shape:
+            axis, shape, strides = strides[0], shape[1:], strides[1:]
     if shape == (seq,):
         return axis, 0, strides[0]
-    if shape == (batch, seq) and dims == 4:
-        return axis, strides[0], strides[1]
-    expected = f"[{seq}]" if dims == 3 else f"[{seq}] or [{batch}, {seq}]"
+    if dims == 3 and shape == (batch, seq):
+        return axis, *strides
+    expected = f"[{seq}]" if dims == 2 else f"[{seq}] or [{batch}, {seq}]"
     raise ValueError(f"positions have shape {tuple(positions.shape)}; expected {expected} (after the axes, if any)")
 
 
 def _check_writable(tensor: Tensor, name: str) -> None:
+    """In place needs a contiguous last dimension, and elements that do not overlap."""
+    if tensor.is_contiguous():
+        return
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ValueError(f"{name} has strides {tensor.stride()}; inplace=True expects a contiguous last dimension")
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
-        raise ValueError(f"{name} has strides {tensor.stride()}: its elements overlap, and cannot be rotated in place")
+    reach = 0  # of the dimensions nearer together: the offset of their last element
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride <= reach:
+            raise ValueError(f"{name} has strides {tensor.stride()}: its elements overlap; expected inplace=False")
+        reach += stride * (size - 1)
 
 
-def _other_kernel(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace, batch, seq):
+# --- other kernels ----------------------------------------------------------------------------------------------------
+
+
+def _other_kernel(query: Tensor) -> Callable:
+    """Triton's on a GPU (or where it was asked for), else plain torch."""
+    asked = _WANTED == "triton" or (_WANTED == "auto" and query.device.type in ("cuda", "xpu"))
+    if asked and query.dtype in _DTYPES:
+        return _triton_kernel() or _rotate_plainly
+    return _rotate_plainly
+
+
+@functools.cache
+def _triton_kernel() -> Callable | None:
+    try:
+        from common.rope_kernel_triton import rotate_by_triton
+    except ImportError as error:
+        if _WANTED == "triton":
+            raise ImportError(f"LIVE_ROPE_KERNEL=triton, but triton cannot be imported: {error}") from error
+        logger.info("triton cannot be imported, rotating on the GPU with plain torch: %s", error)
+        return None
+    return rotate_by_triton
+
+
+def _rotate_plainly(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace):
     """Plain torch, on any device: float64 arithmetic, rounded once, after the same checks as the C kernel's."""
-    cos, sin = _rows(positions, table, sin, pair_axis, row_checks, scale, query.device, seq)
-    outputs = []
-    for x in (query, key):
-        if x is None:
-            outputs.append(None)
-            continue
-        width = 2 * cos.shape[-1]
-        c, s = cos.unsqueeze(-2), (-sin if inverse else sin).unsqueeze(-2)
-        part = x[..., :width].double()
+    cos, sin = _rows(query, positions, table, sin, pair_axis, row_checks, scale)
+    cos, sin = cos.unsqueeze(-2), (-sin if inverse else sin).unsqueeze(-2)
+    width = 2 * cos.shape[-1]
+
+    def turn(x: Tensor) -> Tensor:
+        part = x[..., :width].to(cos.dtype)
         a, b = part.chunk(2, dim=-1) if neox else (part[..., ::2], part[..., 1::2])
-        turned = (a * c - b * s, b * c + a * s)
-        turned = torch.cat(turned, dim=-1) if neox else torch.stack(turned, dim=-1).flatten(-2)
+        turned = (a * cos - b * sin, b * cos + a * sin)
+        turned = (torch.cat(turned, dim=-1) if neox else torch.stack(turned, dim=-1).flatten(-2)).to(x.dtype)
         if inplace:
-            x[..., :width] = turned.to(x.dtype)
-            outputs.append(x)
-        else:
-            outputs.append(torch.cat((turned.to(x.dtype), x[..., width:]), dim=-1))
-    return outputs[0], outputs[1]
+            x[..., :width] = turned
+            return x
+        return torch.cat((turned, x[..., width:]), dim=-1).contiguous()
+
+    return turn(query), None if key is None else turn(key)
 
 
-def _rows(positions, table, sin, pair_axis, row_checks, scale, device, seq):
-    """cos and sin of each token in float64, ``[(batch,) seq, width/2]``, from rows that were checked."""
+def _rows(query, positions, table, sin, pair_axis, row_checks, scale):
+    """cos and sin of each token, ``[(batch,) seq, width/2]``, from rows that were checked; float64 where there is."""
+    device, rows = query.device, table.shape[0]
     half = table.shape[1] if sin is not None else table.shape[1] // 2
-    cos, sin = (table, sin) if sin is not None else (table[:, :half], table[:, half:])
-    cos, sin = cos.detach(), sin.detach()
-    if positions is None:
-        if seq > table.shape[0]:
-            raise PositionError(seq - 1, table.shape[0])
-        positions = torch.arange(seq, device=device)
-    index = positions.to(device=device, dtype=torch.int64)
-    if index.numel() and index.device.type != "meta":
+    cos, sin = (table.detach(), sin.detach()) if sin is not None else table.detach().split(half, dim=1)
+    index = (
+        torch.arange(query.shape[-3], dtype=torch.int64, device=device)
+        if positions is None
+        else positions.to(device=device, dtype=torch.int64)
+    )
+    if index.numel():
         low, high = (int(bound) for bound in torch.aminmax(index))
-        if low < 0 or high >= table.shape[0]:
-            raise PositionError(low if low < 0 else high, table.shape[0])
+        if low < 0 or high >= rows:
+            raise PositionError(low if low < 0 else high if positions is not None else rows, rows)
     cos, sin = cos[index], sin[index]
+    wrong = None
     if row_checks is not None:
-        flat = index.reshape(-1)
         found = cache_liveness.row_checks(cos.reshape(-1, half), sin.reshape(-1, half))
-        wrong = found != row_checks.to(device)[flat]
-    elif scale > 0:
-        flat = index.reshape(-1)
-        norm = (cos.double().square() + sin.double().square()).reshape(-1, half) / scale**2
+        wrong = found != row_checks.to(device)[index.reshape(-1)]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    cos, sin = cos.to(wide), sin.to(wide)
+    if row_checks is None and scale > 0:
+        norm = (cos.square() + sin.square()).reshape(-1, half) / scale**2
         wrong = ~((norm - 1).abs() <= 1e-3).all(dim=1)
-    else:
-        wrong = None
     if wrong is not None and bool(wrong.any()):
-        raise DeadRowError(int(flat[wrong.nonzero()[0, 0]]))
+        raise DeadRowError(int(index.reshape(-1)[wrong.nonzero()[0, 0]]))
     if pair_axis is not None:
+        if int(pair_axis.max()) >= index.shape[0]:
+            raise ValueError(f"pair_axis names axis {int(pair_axis.max())}; positions have {index.shape[0]}")
         choice = pair_axis.to(device=device, dtype=torch.int64).expand(1, *cos.shape[1:])
         cos, sin = cos.gather(0, choice)[0], sin.gather(0, choice)[0]
-    return cos.double(), sin.double()
+    return cos, sin
 
 
 # --- when the kernel may be called straight away ---------------------------------------------------------------------
 
+_TENSORS = (Tensor, nn.Parameter)
 _dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
 _functorch_level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None)
+_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+_exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
-def _plain(query: Tensor, key: Tensor | None, table: Tensor | None = None) -> bool:
+def _plain(query: Tensor, key: Tensor | None, positions: Tensor | None, table: Tensor | None = None) -> bool:
     """Whether nothing but a kernel has to see this call: no trace, gradient, mode, transform or tensor subclass."""
-    if torch.compiler.is_compiling() or type(query) not in (Tensor, nn.Parameter):
+    if torch.compiler.is_compiling() or type(query) not in _TENSORS:
         return False
-    if key is not None and type(key) not in (Tensor, nn.Parameter):
+    if key is not None and type(key) not in _TENSORS:
         return False
-    if table is not None and type(table) is not Tensor and tensor_fault(table) is None:
+    if positions is not None and type(positions) not in _TENSORS:
+        return False
+    if table is not None and type(table) not in _TENSORS and tensor_fault(table) is None:
         return False
     if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
         return False
-    return _dispatch_modes() == 0 and _functorch_level() is None
+    return _dispatch_modes() == 0 and not _tracing() and not _transformed()
+
+
+def _transformed() -> bool:
+    """Whether functorch or forward-mode differentiation is at work."""
+    if torch.compiler.is_compiling():
+        if _forward_level() >= 0:
+            raise NotImplementedError("jvp and its like do not work inside torch.compile: rotate in eager there")
+        return False
+    return _functorch_level() is not None or _forward_level() >= 0
+
+
+@torch.compiler.assume_constant_result
+def _forward_level() -> int:
+    return getattr(forward_ad, "_current_level", -1)
 
 
 # --- live modules -----------------------------------------------------------------------------------------------------
@@ -451,18 +547,33 @@ def register_live(module: nn.Module) -> int:
 
 
 def live_rotate(
-    module: nn.Module, positions: Tensor | None, query: Tensor, key: Tensor | None, *, inplace: bool = False
+    module: nn.Module,
+    positions: Tensor | None,
+    query: Tensor,
+    key: Tensor | None,
+    *,
+    inplace: bool = False,
+    head_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """``module.rotate_now(positions, query, key)``, directly or by the op that finds the module when it runs."""
-    if _plain(query, key):
-        return module.rotate_now(positions, query, key, inplace=inplace)
+    """``module.rotate_now(positions, query, key)``, directly or by the op that finds the module when it runs.
+
+    A graph that may leave this process (``torch.export``, ``torch.jit.trace``) must not hold a handle: it is given
+    ``module.rotate_exported(positions, query, key)``, which makes the table an input of the graph.
+
+    Args: as :func:`rotate`'s; ``head_size`` is passed on to ``rotate_now`` where it is given.
+    """
     if inplace:
-        if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
-            raise RuntimeError(_GRAD_INPLACE)
-        torch.ops.live_rope.rotate_live_(query, key, positions, module._handle, False)
-        return query, key
-    q, k = torch.ops.live_rope.rotate_live(query, key, positions, module._handle, False)
-    return q, None if key is None else k
+        _check_gradients(query, key)
+    if _plain(query, key, positions):
+        if head_size is None:
+            return module.rotate_now(positions, query, key, inplace=inplace)
+        return module.rotate_now(positions, query, key, inplace=inplace, head_size=head_size)
+    if _exporting() or _tracing():
+        q, k = _with_heads(query, head_size), None if key is None else _with_heads(key, head_size)
+        q, k = module.rotate_exported(positions, q, k, inplace=inplace)
+        return (query, key) if inplace else (q.reshape(query.shape), None if key is None else k.reshape(key.shape))
+    op = torch.ops.live_rope.rotate_live_ if inplace else torch.ops.live_rope.rotate_live
+    return _by_op(op, query, key, (positions, module._handle, False), head_size)
 
 
 def _module(handle: int) -> nn.Module:
@@ -534,19 +645,23 @@ _rotate_live_.register_fake(lambda *_: None)
 _rotate_.register_fake(lambda *_: None)
 
 
-def _remember(ctx, inputs, output) -> None:
-    _, key, positions, *rest = inputs
-    tensors = [t for t in (positions, *rest) if isinstance(t, Tensor)]
-    ctx.save_for_backward(*tensors)
-    ctx.slots = [isinstance(t, Tensor) for t in (positions, *rest)]
-    ctx.plain = [None if isinstance(t, Tensor) else t for t in (positions, *rest)]
+def _remember(ctx, inputs: tuple, output: object) -> None:
+    """Keep what the gradient's rotation needs: all inputs but query and key."""
+    _, key, *rest = inputs
     ctx.has_key = key is not None
+    ctx.slots = [isinstance(value, Tensor) for value in rest]
+    ctx.plain = [None if slot else value for slot, value in zip(ctx.slots, rest)]
+    ctx.save_for_backward(*(value for slot, value in zip(ctx.slots, rest) if slot))
 
 
-def _gradients(op):
+def _remembered(ctx) -> list:
+    saved = iter(ctx.saved_tensors)
+    return [next(saved) if slot else value for slot, value in zip(ctx.slots, ctx.plain)]
+
+
+def _gradients(op: Callable) -> Callable:
     def backward(ctx, grad_query: Tensor, grad_key: Tensor):
-        saved = iter(ctx.saved_tensors)
-        rest = [next(saved) if slot else value for slot, value in zip(ctx.slots, ctx.plain)]
+        rest = _remembered(ctx)
         rest[-1] = not rest[-1]  # the gradient turns back
         q, k = op(grad_query, grad_key if ctx.has_key else None, *rest)
         return q, k if ctx.has_key else None, *[None] * len(rest)
@@ -554,5 +669,55 @@ def _gradients(op):
     return backward
 
 
-_rotate_live.register_autograd(_gradients(torch.ops.live_rope.rotate_live), setup_context=_remember)
-_rotate.register_autograd(_gradients(torch.ops.live_rope.rotate), setup_context=_remember)
+def _sample_by_sample(op: Callable) -> Callable:
+    def batched(info, in_dims: tuple, *inputs: object):
+        samples = [
+            op(*(value if dim is None else value.select(dim, i) for value, dim in zip(inputs, in_dims)))
+            for i in range(info.batch_size)
+        ]
+        return tuple(torch.stack(outputs) for outputs in zip(*samples)), (0, 0)
+
+    return batched
+
+
+for _op, _packet in ((_rotate_live, torch.ops.live_rope.rotate_live), (_rotate, torch.ops.live_rope.rotate)):
+    _op.register_autograd(_gradients(_packet), setup_context=_remember)
+    _op.register_vmap(_sample_by_sample(_packet))
+
+
+class _Rotation(torch.autograd.Function):
+    """An op under functorch's transforms and forward-mode differentiation, for which an op has no rules of its own:
+    it would leave the tangents out. A rotation is linear, so that tangents turn as their primals do."""
+
+    @staticmethod
+    def forward(op, query, key, *rest):
+        if not op.default._schema.returns:
+            raise RuntimeError(
+                "inplace=True does not work under vmap, grad, jvp and their like; expected inplace=False"
+            )
+        return op(query, key, *rest)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.op, *inputs = inputs
+        ctx.sizes = [None if x is None else x.shape for x in inputs[:2]]
+        _remember(ctx, inputs, output)
+        ctx.save_for_forward(*(value for value in inputs[2:] if isinstance(value, Tensor)))
+
+    @staticmethod
+    def backward(ctx, grad_query, grad_key):
+        op = functools.partial(_Rotation.apply, ctx.op)
+        return None, *_gradients(op)(ctx, grad_query, grad_key)
+
+    @staticmethod
+    def jvp(ctx, _, query, key, *rest):
+        given = query if query is not None else key
+        tangents = [
+            given.new_zeros(size) if tangent is None and size is not None else tangent
+            for tangent, size in zip((query, key), ctx.sizes)
+        ]
+        return _Rotation.apply(ctx.op, *tangents, *_remembered(ctx))
+
+    @staticmethod
+    def vmap(info, in_dims, op, *inputs):
+        return _sample_by_sample(functools.partial(_Rotation.apply, op))(info, in_dims[1:], *inputs)
