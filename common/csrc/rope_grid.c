@@ -40,16 +40,16 @@ typedef struct {
     int64_t row_bytes, pieces, next;
 } job;
 
-/* Short runs: a call of memcpy would cost more than the copy. */
+/* Short runs, for which a call of memcpy would cost more than the copy. The last 16 bytes overlap those before. */
 static void copy(char *to, const char *from, int64_t bytes) {
-    while (bytes >= 16) {
-        memcpy(to, from, 16);
-        to += 16, from += 16, bytes -= 16;
+    if (bytes < 16) {
+        for (; bytes >= 4; to += 4, from += 4, bytes -= 4) memcpy(to, from, 4);
+        return;
     }
-    while (bytes >= 4) {
-        memcpy(to, from, 4);
-        to += 4, from += 4, bytes -= 4;
-    }
+    int64_t at = 0;
+    for (; at + 32 <= bytes; at += 32) memcpy(to + at, from + at, 32);
+    if (at + 16 <= bytes) memcpy(to + at, from + at, 16);
+    memcpy(to + bytes - 16, from + bytes - 16, 16);
 }
 
 static void fill(const rope_fill_call *call, int64_t row_bytes, int64_t table, int64_t begin, int64_t end) {
