@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 # Where a multimodal config keeps its language model's.
 _TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config", "decoder")
 _THETAS = ("rope_theta", "rotary_emb_base", "rotary_embedding_base", "rope_base", "theta", "rotary_base")
-_PARTIALS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent")
+_PARTIALS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length")
 
 # --- what models' code has that their configs do not say -------------------------------------------------------------
@@ -145,7 +145,7 @@ _LOCAL_THETAS = ("rope_local_base_freq", "local_rope_theta", "rope_local_theta")
 _NOT_OF_THE_ROPE = ("rope_theta", "llama_4_scaling_beta", "max_position_embeddings", *_PARTIALS)
 # Fields of a config that name a rope and are read here, or do not change its values (which layers have one, say).
 _READ_OR_HARMLESS = frozenset(
-    """rope_parameters rope_scaling rope_interleave rope_type rotary_dim rotary_ndims rope_ratio qk_rope_head_dim
+    """rope_parameters rope_scaling rope_interleave rope_type rotary rotary_emb_interleaved rotary_dim rotary_ndims rope_ratio qk_rope_head_dim
     qk_nope_head_dim global_rope_theta compress_rope_theta rope_scaling_layers no_rope_layers no_rope_layer_interval
     nope_layer_interval use_rope use_rotary_embedding layer_rope_theta rotary_value rope_enabled use_mem_rope
     ignore_keys_at_rope_validation""".split()
@@ -308,6 +308,8 @@ def _refuse_unknown(fields: _Fields) -> None:
         if value is None or value is False:
             continue
         raise ValueError(f"{name}={value!r} of the config may change its rope in a way that is not supported")
+    if fields.get("alibi"):
+        raise ValueError(f"alibi={fields.get('alibi')!r} of the config: its model has no rope")
     bases = fields.get("layer_rope_theta")
     if bases is not None and len({base for base in bases if base}) > 1:
         raise ValueError(
@@ -475,7 +477,7 @@ def _is_vision(fields: _Fields) -> bool:
 
 
 def _style(fields: _Fields) -> bool:
-    interleave = fields.get("rope_interleave")
+    interleave = fields.first("rope_interleave", "rotary_emb_interleaved")
     if interleave is not None:
         return not interleave
     name = fields.model_type

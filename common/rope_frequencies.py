@@ -64,8 +64,6 @@ def dynamic(
     table of ``max_position * factor`` positions, as vLLM and sglang fix it."""
     if alpha is not None:
         return dynamic_alpha(rotary_dim, base, max_position=max_position, alpha=alpha)
-    if factor is None:
-        raise ValueError("rope_scaling of type 'dynamic' has neither 'factor' nor 'alpha'; expected one of them")
     power = rotary_dim / (rotary_dim - 2)
     if seq_len is None:
         stretch = factor * (max_position * factor) / max_position - (factor - 1)
@@ -99,9 +97,7 @@ def longrope(
     original length (as vLLM chooses, so that a sequence's rows do not change when it crosses it), else the short."""
     original = original_max_position_embeddings
     long = max_position > original
-    divisors, name = (long_factor, "long_factor") if long else (short_factor, "short_factor")
-    if len(divisors) != rotary_dim // 2:
-        raise ValueError(f"{name} has {len(divisors)} numbers; expected rotary_dim/2 = {rotary_dim // 2}")
+    divisors = long_factor if long else short_factor
     scale = long_mscale if long else short_mscale
     if scale is None:
         scale = attention_factor
@@ -311,23 +307,30 @@ def grok1(
         powers = _powers(rotary_dim, base)
         slow, fast = torch.log(1.0 / (factor * powers)), torch.log(1.0 / powers)
         return torch.exp(fast * kept + slow * (1.0 - kept)), 1.0
-    if extra_method == "theta_scale":
-        turns = 2 * math.pi
-        return default(
-            rotary_dim,
-            base ** (math.log(original * factor / turns) / math.log(original / turns)),
-            max_position=original,
-        )
-    raise ValueError(f"extra_method is {extra_method!r}; expected original, yarn, yarn_linear, yarn_log or theta_scale")
+    turns = 2 * math.pi
+    scaled = base ** (math.log(original * factor / turns) / math.log(original / turns))
+    return default(rotary_dim, scaled, max_position=original)
+
+
+Check = Callable[[int, float, int, dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
 class RopeType:
-    """A row of the table of types: its frequencies, and whether a table may grow beyond its full length (not where
-    its values depend on that length)."""
+    """A row of the table of types.
+
+    Args:
+        frequencies: the function.
+        grows: whether a table may grow beyond its full length: not where its values depend on that length.
+        check: ``check(rotary_dim, base, max_position, parameters)`` raises ValueError where parameters, each right on
+            its own, do not fit together.
+        unused: parameters that published configs carry beside this type's and that no implementation reads.
+    """
 
     frequencies: Callable[..., Frequencies]
     grows: bool = True
+    check: Check | None = None
+    unused: frozenset[str] = frozenset()
 
     @cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
@@ -336,19 +339,82 @@ class RopeType:
         return {name: p for name, p in signature.items() if p.kind is p.KEYWORD_ONLY and name != "max_position"}
 
 
+def _lacks(kind: str, name: str) -> ValueError:
+    return ValueError(f"rope_scaling of type {kind!r} lacks the parameter {name!r}")
+
+
+def _check_dynamic(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    if params.get("factor") is None and params["alpha"] is None:
+        raise ValueError("rope_scaling of type 'dynamic' has neither 'factor' nor 'alpha'; expected one of them")
+    if rotary_dim < 4:
+        raise ValueError(f"rotary_dim is {rotary_dim}; a dynamic rope expects 4 or more")
+    if params["alpha"] is not None:
+        params.update(factor=None, seq_len=None)
+    elif params["seq_len"] is not None:
+        params["seq_len"] = max(params["seq_len"], max_position)
+
+
+def _check_xdrope(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    if rotary_dim < 4:
+        raise ValueError(f"rotary_dim is {rotary_dim}; a dynamic rope expects 4 or more")
+
+
+def _check_yarn(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    if params["factor"] is None and params["original_max_position_embeddings"] is None:
+        raise _lacks("yarn", "factor")
+    if base == 1:
+        raise ValueError("base is 1; YaRN expects another, by whose logarithm it divides")
+    if params["original_max_position_embeddings"] is None:
+        params["original_max_position_embeddings"] = max_position
+    if params["factor"] is None:
+        params["factor"] = max_position / params["original_max_position_embeddings"]
+
+
+def _check_llama3(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    low, high = params["low_freq_factor"], params["high_freq_factor"]
+    if high <= low:
+        raise ValueError(f"high_freq_factor is {high}; expected more than low_freq_factor {low}")
+
+
+def _check_longrope(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    for name in ("short_factor", "long_factor"):
+        if len(params[name]) != rotary_dim // 2:
+            raise ValueError(f"{name} has {len(params[name])} numbers; expected rotary_dim/2 = {rotary_dim // 2}")
+    if params["original_max_position_embeddings"] < 2:
+        raise ValueError("original_max_position_embeddings is 1; longrope expects more, by whose logarithm it divides")
+
+
+def _check_proportional(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    if not 0 <= params["rope_proportion"] <= 1:
+        raise ValueError(f"rope_proportion is {params['rope_proportion']}; expected a number from 0 to 1")
+
+
+def _check_grok1(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    methods = ("original", "yarn", "yarn_linear", "yarn_log", "theta_scale")
+    if params["extra_method"] not in methods:
+        raise ValueError(f"extra_method is {params['extra_method']!r}; expected one of {', '.join(methods)}")
+    if base == 1:
+        raise ValueError("base is 1; YaRN expects another, by whose logarithm it divides")
+
+
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(default),
     "linear": RopeType(linear),
     "ntk": RopeType(ntk),
-    "dynamic": RopeType(dynamic, grows=False),
-    "llama3": RopeType(llama3),
-    "yarn": RopeType(yarn),
-    "deepseek_yarn": RopeType(deepseek_yarn),
-    "telechat3-yarn": RopeType(telechat3_yarn),
-    "grok1": RopeType(grok1),
-    "longrope": RopeType(longrope, grows=False),
-    "proportional": RopeType(proportional),
-    "xdrope": RopeType(dynamic_alpha),
+    "dynamic": RopeType(
+        dynamic,
+        grows=False,
+        check=_check_dynamic,
+        unused=frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),  # Hunyuan's configs
+    ),
+    "llama3": RopeType(llama3, check=_check_llama3),
+    "yarn": RopeType(yarn, check=_check_yarn),
+    "deepseek_yarn": RopeType(deepseek_yarn, check=_check_yarn),
+    "telechat3-yarn": RopeType(telechat3_yarn, check=_check_yarn),
+    "grok1": RopeType(grok1, check=_check_grok1),
+    "longrope": RopeType(longrope, grows=False, check=_check_longrope),
+    "proportional": RopeType(proportional, check=_check_proportional),
+    "xdrope": RopeType(dynamic_alpha, check=_check_xdrope),
     "axial": RopeType(axial),
 }
 _SPELLINGS = {
@@ -370,7 +436,8 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
         section: pairs of each axis (``mrope_section``), in the order that the layout says.
         layout: ``chunked``, one axis after another (Qwen2-VL, XD-RoPE); ``interleaved``, axes in turn until one is
             used up, the first taking the rest (Qwen3-VL); ``glm``, axes in turn, one used up being passed over (GLM);
-            ``ernie``, height and width in turn, time last, for ``section`` (height, width, time) (Ernie 4.5 VL).
+            ``ernie``, height and width in turn, time last, for ``section`` (height, width, time) (Ernie 4.5 VL);
+            ``pangu``, spread evenly, no axis twice running while another is left, of three the first last (openPangu).
     """
     pairs = sum(section)
     if layout == "chunked":
@@ -388,12 +455,32 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
             left[axis] -= 1
             axes.append(axis)
         return tuple(axes)
+    if layout == "pangu":
+        return _evenly_spread(section)
     if layout != "ernie":
-        raise ValueError(f"mrope_layout is {layout!r}; expected chunked, interleaved, glm or ernie")
+        raise ValueError(f"mrope_layout is {layout!r}; expected chunked, interleaved, glm, ernie or pangu")
+    if len(section) != 3:
+        raise ValueError(f"mrope_section is {tuple(section)}; Ernie's layout expects height, width and time")
     height, width, time = section
     if height != width:
         raise ValueError(f"mrope_section is {tuple(section)}; Ernie's layout expects equal height and width")
     return (1, 2) * height + (0,) * time
+
+
+def _evenly_spread(section: Sequence[int]) -> tuple[int, ...]:
+    """At each pair the axis that is furthest behind its share, ties to the first, not the one just taken if possible."""
+    share, closing = list(section), ()
+    if len(share) == 3 and share[0]:
+        share[0] -= 1
+        closing = (0,)
+    taken, axes = [0] * len(share), []
+    for _ in range(sum(share)):
+        left = [axis for axis, count in enumerate(share) if taken[axis] < count]
+        others = [axis for axis in left if not axes or axis != axes[-1]]
+        axis = min(others or left, key=lambda a: taken[a] / share[a])
+        taken[axis] += 1
+        axes.append(axis)
+    return (*axes, *closing)
 
 
 # --- the numbers of one rope ----------------------------------------------------------------------------------------
@@ -548,6 +635,8 @@ def _normalize(
             raise ValueError(f"{name} is {value}; expected a positive number")
     _check_number("base", base, positive=True)
     _check_number("partial_rotary_factor", partial_rotary_factor, positive=True)
+    if partial_rotary_factor > 1.0:
+        raise ValueError(f"partial_rotary_factor is {partial_rotary_factor}; expected a number up to 1")
     if partial_rotary_factor < 1.0:
         rotary_dim = int(rotary_dim * partial_rotary_factor)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
@@ -560,18 +649,46 @@ def _normalize(
     if kind not in ROPE_TYPES:
         known = ", ".join(sorted((*ROPE_TYPES, *_SPELLINGS)))
         raise ValueError(f"rope_type of rope_scaling is {name!r}; known are {known}")
+    older = scaling.get("type", name)
+    if _SPELLINGS.get(older, older) != kind:
+        raise ValueError(f"type of rope_scaling is {older!r}, but its rope_type is {name!r}; expected one of them")
     theta = scaling.get("rope_theta")
     if theta is not None and theta != base:
         raise ValueError(f"rope_theta of rope_scaling is {theta!r}, but base is {base!r}; expected the same number")
-    params = _parameters(kind, scaling)
+    said = scaling.get("partial_rotary_factor")
+    if said is not None:
+        _check_number("partial_rotary_factor of rope_scaling", said, positive=True)
+    if kind == "proportional":
+        rotary_dim = _proportional_width(head_size, rotary_dim, said, scaling)
+    elif said is not None and int(head_size * said) != rotary_dim:
+        raise ValueError(
+            f"partial_rotary_factor of rope_scaling is {said}, but rotary_dim is {rotary_dim}; expected "
+            f"{int(head_size * said)} for head_size {head_size}"
+        )
+    params = _parameters(kind, scaling, rotary_dim, base, max_position)
     return RopeSpec(rotary_dim, float(base), kind, max_position, params, _pair_axes(name, scaling, rotary_dim))
 
 
-def _parameters(kind: str, scaling: dict[str, Any]) -> tuple[tuple[str, Hashable], ...]:
+def _proportional_width(head_size: int, rotary_dim: int, said: float | None, scaling: dict[str, Any]) -> int:
+    """The width of a proportional rope: the whole head's; the share of it that turns is said in one of three ways."""
+    if "rope_proportion" in scaling:
+        return rotary_dim
+    share = rotary_dim / head_size if said is None else said
+    if rotary_dim < head_size and int(head_size * share) != rotary_dim:
+        if said is not None:
+            raise ValueError(f"partial_rotary_factor of rope_scaling is {said}, but rotary_dim is {rotary_dim}")
+        share = math.nextafter(share, 1.0)  # the quotient was rounded down
+    scaling["rope_proportion"] = share
+    return head_size
+
+
+def _parameters(
+    kind: str, scaling: dict[str, Any], rotary_dim: int, base: float, max_position: int
+) -> tuple[tuple[str, Hashable], ...]:
     """The parameters of a type, checked against its function's signature, with the defaults filled in."""
     known = ROPE_TYPES[kind].parameters
     for name, value in scaling.items():
-        if name not in known and name not in _BOOKKEEPING and value is not None:
+        if name not in (known.keys() | _BOOKKEEPING | ROPE_TYPES[kind].unused) and value is not None:
             expected = ", ".join(known) or "none"
             raise ValueError(f"rope_scaling of type {kind!r} has the parameter {name}={value!r}; known are {expected}")
     params = {}
@@ -579,8 +696,14 @@ def _parameters(kind: str, scaling: dict[str, Any]) -> tuple[tuple[str, Hashable
         value = scaling.get(name)
         if value is None:
             if parameter.default is parameter.empty:
-                raise ValueError(f"rope_scaling of type {kind!r} lacks the parameter {name!r}")
+                raise _lacks(kind, name)
             value = parameter.default
+        elif parameter.annotation.startswith("int"):
+            if type(value) is float and value.is_integer():
+                value = int(value)
+            if type(value) is not int:
+                raise TypeError(f"{name} of rope_scaling is {value!r}; expected an int")
+            _check_number(f"{name} of rope_scaling", value, positive=True)
         elif parameter.annotation.startswith("Sequence"):
             if not isinstance(value, tuple):
                 raise TypeError(f"{name} of rope_scaling is {value!r}; expected a list of numbers")
@@ -592,6 +715,8 @@ def _parameters(kind: str, scaling: dict[str, Any]) -> tuple[tuple[str, Hashable
         else:
             _check_number(f"{name} of rope_scaling", value, name in _POSITIVE)
         params[name] = value
+    if ROPE_TYPES[kind].check is not None:
+        ROPE_TYPES[kind].check(rotary_dim, base, max_position, params)
     return tuple(sorted(params.items()))
 
 
@@ -609,8 +734,9 @@ def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int
     key = "xdrope_section" if name == "xdrope" else "mrope_section"
     section = scaling.get(key)
     if section is None:
-        if name in ("mrope", "xdrope", "openpangu"):
-            raise ValueError(f"rope_scaling of type {name!r} lacks the parameter {key!r}")
+        flags = [flag for flag in ("mrope_interleaved", "mrope_interleaved_glm", "mrope_layout") if scaling.get(flag)]
+        if name in ("mrope", "xdrope", "openpangu") or flags:
+            raise _lacks(name, key)
         return None
     whole = isinstance(section, tuple) and all(type(n) is int and n >= 0 for n in section)
     if not whole or 2 * sum(section) != rotary_dim:
@@ -627,18 +753,15 @@ def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int
 def cos_sin_table(inv_freq: Tensor, scale: float, rows: int, start: int = 0) -> Tensor:
     """Rows ``start`` to ``start + rows`` of the table: float32 ``[rows, 2 * len(inv_freq)]``, cos half, then sin half.
 
-    Filled block by block, so that beside the table only a block lives, and that a row has the same bits whichever rows
-    are built with it.
+    Nothing of the table's size lives beside it, and a row has the same bits whichever rows are built with it.
     """
     half = inv_freq.numel()
     table = torch.empty((rows, 2 * half), dtype=torch.float32, device="cpu")
-    step = max(1, (1 << 18) // half)
-    for at in range(0, rows, step):
-        block = table[at : at + step]
-        positions = torch.arange(start + at, start + at + len(block), dtype=torch.float32, device="cpu")
-        freqs = torch.outer(positions, inv_freq)
-        block[:, :half] = freqs.cos()
-        block[:, half:] = freqs.sin()
-        if scale != 1.0:
-            block *= scale
+    cos, sin = table[:, :half], table[:, half:]
+    positions = torch.arange(start, start + rows, dtype=torch.float32, device="cpu")
+    angles = torch.mul(positions[:, None], inv_freq, out=sin)
+    torch.cos(angles, out=cos)
+    torch.sin(angles, out=sin)
+    if scale != 1.0:
+        table *= scale
     return table
