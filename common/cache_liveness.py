@@ -90,8 +90,11 @@ def tensor_fault(tensor: Tensor | None) -> str | None:
     """Why the memory of ``tensor`` is gone, or None. Reads no data; an empty tensor is alive."""
     if tensor is None:
         return "missing"
-    if type(tensor) is not Tensor and _is_fake(tensor):
-        return "fake"
+    if type(tensor) is not Tensor:
+        if _is_fake(tensor):
+            return "fake"
+        if nn.parameter.is_lazy(tensor):  # it has no shape yet, and loses nothing
+            return None
     if tensor.device.type == "meta":
         return "on meta"
     if tensor.layout != torch.strided or tensor.numel() == 0:
@@ -261,7 +264,7 @@ class LiveBuffers(nn.Module):
         return values
 
     def _on(self, device: torch.device) -> bool:
-        return all(b is not None and b.device == device for b in map(self._buffers.get, self._shapes))
+        return all(isinstance(b, Tensor) and b.device == device for b in map(self._buffers.get, self._shapes))
 
     def _register(self, name: str, tensor: Tensor) -> None:
         """Put ``tensor`` where ``self.<name>`` finds it, whatever was assigned under that name."""
@@ -365,25 +368,25 @@ class LiveBuffers(nn.Module):
             gone = "missing" if not isinstance(buffer, Tensor) else tensor_fault(buffer)
             if gone is not None:
                 return gone
+            try:
+                odd = buffer.layout != torch.strided or buffer.is_neg() or (buffer.numel() and not buffer.data_ptr())
+            except (RuntimeError, NotImplementedError, ValueError):  # batched by functorch, nested, lazy ...
+                odd = True
+            if odd:
+                return f"replaced by a {type(buffer).__name__} whose values are not those of its memory"
             if buffer.is_inference():
                 return "an inference tensor: its changes would leave no trace"
             sources = self._sources()
-            try:
-                now = (*_facts(buffer), *sources)
-            except (RuntimeError, NotImplementedError):  # batched by functorch, nested, sparse ...
-                return f"replaced by a {type(buffer).__name__} that has no memory of its own"
-            if buffer.layout != torch.strided or buffer.is_neg():
-                return f"replaced by a {'negated view' if buffer.layout == torch.strided else buffer.layout} tensor"
-            known = self._fingerprints.get(name)
-            if now == known and not verify:
-                return None
+            now = (*_facts(buffer), *sources)
+            known, shape = self._fingerprints.get(name), self._shapes[name]
             if known is not None and known[4:] != sources:
                 return "a parameter that it is derived from changed"
-            shape = self._shapes[name]
             if buffer.dtype != self.buffer_dtype:
                 return f"cast: {buffer.dtype} instead of {self.buffer_dtype}"
             if tuple(buffer.shape) != shape or not buffer.is_contiguous():
                 return f"reshaped: {tuple(buffer.shape)} with strides {buffer.stride()} instead of {shape}"
+            if now == known and not verify:
+                return None
             wrong = born_clean(self._wrong_rows, name, buffer)
             if wrong is None:
                 self._adopt(name, buffer)
@@ -457,10 +460,10 @@ class LiveBuffers(nn.Module):
 
     def _made(self, buffer: Tensor | None, name: str, device: torch.device) -> bool:
         """Whether ``buffer`` is the tensor that we registered, and lies on ``device``: no other is written to."""
-        if not isinstance(buffer, Tensor) or buffer.device != device or _is_fake(buffer) or buffer.is_inference():
-            return False
         known = self._fingerprints.get(name)
-        return known is not None and getattr(buffer, "_live_stamp", None) == known[0]
+        if not isinstance(buffer, Tensor) or known is None or getattr(buffer, "_live_stamp", None) != known[0]:
+            return False
+        return buffer.device == device and not _is_fake(buffer) and not buffer.is_inference()
 
     def _twin(self, device: torch.device) -> LiveBuffers:
         """An equal module on ``device``, for the models there: this one stays where its other owners use it."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from common import cache_liveness, rope_frequencies
 from common.cache_liveness import DeadBufferError, LiveBuffers
 from common.rope_frequencies import RopeSpec, cos_sin_table
-from common.rope_kernel import DeadRowError, PositionError, register_live, rotate, row_checks
+from common.rope_kernel import PositionError, register_live, rotate, row_checks
 
 EXACT_POSITIONS = 1 << 24  # float32 holds every integer up to here; a table beyond would repeat rows
 _ATTEMPTS = 4  # a second owner may break the table again between healing and rotating
@@ -109,11 +109,22 @@ class RopeTable(LiveBuffers):
         if error.position < 0:
             raise IndexError(f"position {error.position} is negative")
         need = (error.position if positions is None else int(positions.max())) + 1
-        if need <= self._rows:  # grown meanwhile, or the caller's table was reshaped: live() looks at it again
+        if need <= self._rows:  # grown meanwhile, or the table was cut short
+            self._look_again()
             return
         full = rope_frequencies.full_rows(self.spec)
         ceiling = EXACT_POSITIONS if need > full and self.spec.grows else full
         self.reserve(max(need, min(2 * self._rows, ceiling)))
+
+    def _look_again(self) -> bool:
+        """Compare every value, of the tables on other devices too, and heal; whether any was wrong."""
+        found = False
+        for table in (self, *self._twins.values()):
+            fault = table.fault(verify=True)
+            if fault is not None:
+                table.heal(*fault)
+                found = True
+        return found
 
     # rotating
 
@@ -134,7 +145,7 @@ class RopeTable(LiveBuffers):
             empty = torch.empty_like
             return (query, key) if inplace else (empty(query), None if key is None else empty(key))
         pair_axis = None if positions is None or positions.dim() == 1 else self._pair_axis
-        for _ in range(_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             table = self.live("cos_sin_cache", device)
             try:
                 return rotate(
@@ -150,11 +161,11 @@ class RopeTable(LiveBuffers):
                 )
             except PositionError as error:
                 self._cover(positions, error)
-            except DeadRowError:
-                # the rows just read were wrong though nothing left a trace: look at every value
-                at_fault = self.fault(verify=True)
-                if at_fault is not None:
-                    self.heal(*at_fault)
+            except (DeadBufferError, ValueError) as error:
+                # the table is wrong though nothing left a trace, another owner ruined it meanwhile, or, when a second
+                # attempt finds nothing either, the arguments do not fit
+                if not self._look_again() and attempt and isinstance(error, ValueError):
+                    raise
         raise DeadBufferError(
             f"cos_sin_cache of {type(self).__name__} was wrong again after each of {_ATTEMPTS} rebuilds: "
             "another owner keeps overwriting it; give that owner a module of its own"

@@ -85,6 +85,23 @@ def _inference(module, name):
         _assign(module, name, torch.zeros_like(_buffer(module, name)))
 
 
+def _batched(module, name):
+    torch.func.vmap(lambda table: _assign(module, name, table) or table)(torch.zeros(2, *_buffer(module, name).shape))
+
+
+def _differentiated(module, name):
+    torch.func.grad(lambda table: (_assign(module, name, table), table.sum())[1])(_buffer(module, name).clone())
+
+
+def _nested(module, name):
+    _assign(module, name, torch.nested.nested_tensor(list(_buffer(module, name)[:3]), layout=torch.jagged))
+
+
+def _view_data(module, name, view):
+    """Another shape or type over the same memory: version, address and size are unchanged."""
+    _buffer(module, name).data = view(_buffer(module, name).data)
+
+
 def _meta_then_to_empty(module, name):
     module.to("meta")
     module.to_empty(device="cpu")
@@ -124,6 +141,11 @@ FAULTS = {
     "unseen halves swapped": lambda m, n: _behind(m, n, _swap_halves),
     "unseen bit": lambda m, n: _behind(m, n, _flip_bit),
     "unseen other table": lambda m, n: _behind(m, n, _other_table),
+    "unseen as integers": lambda m, n: _view_data(m, n, lambda t: t.view(torch.int32)),
+    "unseen as complex": lambda m, n: _view_data(m, n, lambda t: t.view(torch.complex64)),
+    "unseen reshaped": lambda m, n: _view_data(m, n, lambda t: t.view(t.shape[1], t.shape[0])),
+    "unseen transposed": lambda m, n: _view_data(m, n, lambda t: t.view(t.shape[1], t.shape[0]).t()),
+    "unseen flat": lambda m, n: _view_data(m, n, lambda t: t.view(-1)),
     "unseen bytes ff": lambda m, n: _memset(m, n, 0xFF),
     "unseen bytes 00": lambda m, n: _memset(m, n, 0),
     # casts
@@ -145,6 +167,15 @@ FAULTS = {
     "narrower": lambda m, n: _assign(m, n, _buffer(m, n)[:, :2].clone()),
     "integers": lambda m, n: _assign(m, n, _buffer(m, n).int()),
     "an equal copy": lambda m, n: _assign(m, n, _buffer(m, n).clone()),
+    "sparse": lambda m, n: _assign(m, n, _buffer(m, n).to_sparse()),
+    "of another library": lambda m, n: _assign(m, n, _buffer(m, n).to_mkldnn()),
+    "a negated view": lambda m, n: _assign(m, n, torch._neg_view(_buffer(m, n).clone())),
+    "zeros without memory": lambda m, n: _assign(m, n, torch._efficientzerotensor(_buffer(m, n).shape)),
+    "uninitialised": lambda m, n: _assign(m, n, nn.UninitializedBuffer()),
+    "batched": _batched,
+    "being differentiated": _differentiated,
+    "nested": _nested,
+    "no tensor": lambda m, n: _assign(m, n, "cos and sin"),
     "deleted": _delete,
     "none": lambda m, n: setattr(m, n, None),
     "a parameter": _parameter,
