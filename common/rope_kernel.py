@@ -568,7 +568,7 @@ def live_rotate(
         if head_size is None:
             return module.rotate_now(positions, query, key, inplace=inplace)
         return module.rotate_now(positions, query, key, inplace=inplace, head_size=head_size)
-    if _exporting() or _tracing():
+    if _exporting() or (not torch.compiler.is_compiling() and _tracing()):  # dynamo cannot trace the question
         q, k = _with_heads(query, head_size), None if key is None else _with_heads(key, head_size)
         q, k = module.rotate_exported(positions, q, k, inplace=inplace)
         return (query, key) if inplace else (q.reshape(query.shape), None if key is None else k.reshape(key.shape))
