@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
+import hashlib
 import logging
 import os
 import struct
@@ -58,8 +58,8 @@ if _WANTED not in ("auto", "c", "torch", "triton"):
 _ABI = 1
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("@6q 2P6q 2P6q 4i P3q P2i 2P3q P d P 2q")  # rope_call of csrc/rope_kernel.c
-_BAD = struct.Struct("@2q")
-_local = threading.local()
+_Q, _Q_OUT, _K, _K_OUT, _POSITIONS, _PAIR_AXIS, _COS, _SIN, _CHECKS = 6, 7, 14, 15, 24, 28, 30, 31, 35  # its addresses
+_BAD = 38  # bad_position, all in words of 8 bytes
 
 
 def _load() -> ctypes.CDLL | None:
@@ -109,8 +109,9 @@ _pool = _torch_pool() if _library is not None else 0
 
 def _after_fork() -> None:
     """The pool's threads stayed in the parent, and waiting for them would never end."""
-    global _pool
+    global _pool, _registering
     _pool = 0
+    _registering = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -215,6 +216,19 @@ _storage_address = getattr(
 )
 
 
+class _Call(threading.local):
+    """A thread's rope_call as it was last packed, and all that was looked at to pack it."""
+
+    def __init__(self) -> None:
+        self.buffer = ctypes.create_string_buffer(_CALL.size)
+        self.address = ctypes.addressof(self.buffer)
+        self.words = memoryview(self.buffer).cast("B").cast("Q")
+        self.layout: tuple | None = None
+
+
+_call = _Call()
+
+
 def _rotate_now(
     query: Tensor,
     key: Tensor | None,
@@ -231,30 +245,107 @@ def _rotate_now(
 ) -> tuple[Tensor, Tensor | None]:
     """``rotate`` on real tensors: check the arguments, choose the kernel.
 
-    For one token nearly all the time goes into reading the tensors' attributes here, so each is read once.
+    For one token nearly all the time goes into reading the tensors' attributes here. So a call stays packed, and where
+    all that the checks depend on is as it was, only addresses are new.
     """
     if query.is_meta:
         return (query, key) if inplace else (_contiguous_like(query), None if key is None else _contiguous_like(key))
+    layout = (
+        type(table), table.dtype, table.is_cpu, table.shape, table.stride(), table.storage_offset(),
+        table.untyped_storage().nbytes(), query.dtype, query.is_cpu, query.shape, query.stride(),
+        key if key is None else (key.dtype, key.is_cpu, key.shape, key.stride()),
+        positions if positions is None else (positions.dtype, positions.is_cpu, positions.shape, positions.stride()),
+        row_checks if row_checks is None else (row_checks.dtype, row_checks.is_cpu, row_checks.shape, row_checks.stride()),
+        sin if sin is None else _facts(sin), pair_axis if pair_axis is None else _facts(pair_axis),
+        scale, neox, inverse, inplace, head_size, _threads(), _pool, _library,
+    )  # fmt: skip
+    if _call.layout != layout:
+        _call.layout = None
+        done = _pack(
+            query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace, head_size
+        )
+        if done is not None:
+            return done
+        _call.layout = layout
+    words = _call.words
+    if inplace:
+        q_out, k_out = query, key
+    else:
+        q_out, k_out = _contiguous_like(query), None if key is None else _contiguous_like(key)
+    words[_Q], words[_Q_OUT] = query.data_ptr(), q_out.data_ptr()
+    if key is not None:
+        words[_K], words[_K_OUT] = key.data_ptr(), k_out.data_ptr()
+        if inplace and words[_K] == words[_Q] and key.numel() and query.numel():
+            raise ValueError("query and key begin at the same memory; inplace=True would rotate it twice")
+    if positions is not None:
+        words[_POSITIONS] = positions.data_ptr()
+    if pair_axis is not None:
+        words[_PAIR_AXIS] = pair_axis.data_ptr()
+    if row_checks is not None:
+        words[_CHECKS] = row_checks.data_ptr()
+    words[_COS] = _read_address(table)
+    words[_SIN] = words[_COS] + 2 * table.shape[1] if sin is None else _read_address(sin)
+    status = _library.rope_rotate(_call.address)
+    if status:
+        position = ctypes.c_int64(words[_BAD]).value
+        if status == 1:
+            raise PositionError(position, table.shape[0])
+        if status == 2:
+            raise DeadRowError(position)
+        raise ValueError(
+            f"the kernel refused query {tuple(query.shape)} with table {tuple(table.shape)}; expected query, key and "
+            "positions whose storage is not freed, and no axis in pair_axis that positions do not have"
+        )
+    if inplace:  # tell autograd, which may have saved them
+        _increment_version(query)
+        if key is not None:
+            _increment_version(key)
+    return q_out, k_out
+
+
+def _facts(tensor: Tensor) -> tuple:
+    return (
+        type(tensor), tensor.dtype, tensor.is_cpu, tensor.shape, tensor.stride(), tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+    )  # fmt: skip
+
+
+def _pack(
+    query: Tensor,
+    key: Tensor | None,
+    positions: Tensor | None,
+    table: Tensor,
+    sin: Tensor | None,
+    pair_axis: Tensor | None,
+    row_checks: Tensor | None,
+    scale: float,
+    neox: bool,
+    inverse: bool,
+    inplace: bool,
+    head_size: int | None,
+) -> tuple[Tensor, Tensor | None] | None:
+    """Check the arguments and pack them into this thread's call, all but the addresses; or the result, where another
+    kernel, or copies of some arguments, had to be taken."""
     dtype = query.dtype
     code = _DTYPES.get(dtype)
     if code is None and dtype != torch.float64:
         raise TypeError(f"query is {dtype}; expected torch.float32, bfloat16, float16 or float64")
-    q_shape, q_strides, q_ready = _layout(query, "query", head_size)
+    q_shape, q_strides, ready = _layout(query, "query", head_size)
     batch, seq, heads, size = q_shape
-    rows, width, row_stride, cos_address = _check_table(table, "table", query)
-    if sin is None:
-        sin_stride, sin_address = row_stride, cos_address + 2 * width
-    else:
-        sin_rows, sin_width, sin_stride, sin_address = _check_table(sin, "sin", query)
+    rows, width, row_stride = _check_table(table, "table", query)
+    sin_stride = row_stride
+    if sin is not None:
+        sin_rows, sin_width, sin_stride = _check_table(sin, "sin", query)
         if (sin_rows, sin_width) != (rows, width):
             raise ValueError(f"sin has shape {tuple(sin.shape)}; expected that of cos, {tuple(table.shape)}")
         width *= 2
     if width % 2 or not 0 < width <= size:
         raise ValueError(f"the table is {width} wide; expected an even width of at most the head size {size}")
     if key is None:
-        k_shape, k_strides, k_ready = (0, 0, 0, 0), (0, 0, 0), True
+        k_heads, k_strides = 0, (0, 0, 0)
     else:
         k_shape, k_strides, k_ready = _layout(key, "key", head_size)
+        k_heads, ready = k_shape[2], ready and k_ready
         if k_shape[0] != batch or k_shape[1] != seq or k_shape[3] != size:
             raise ValueError(
                 f"key has shape {tuple(key.shape)}; expected that of query {tuple(query.shape)} but for the heads"
@@ -268,64 +359,33 @@ def _rotate_now(
         _check_writable(query, "query")
         if key is not None:
             _check_writable(key, "key")
-            if key.data_ptr() == query.data_ptr() and key.numel() and query.numel():
-                raise ValueError("query and key begin at the same memory; inplace=True would rotate it twice")
+    rest = (scale, neox, inverse, inplace)
     if code is None or _library is None or not query.is_cpu:
-        rest = (positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace)
         q, k = _with_heads(query, head_size), None if key is None else _with_heads(key, head_size)
-        q, k = _other_kernel(query)(q, k, *rest)
+        q, k = _other_kernel(query)(q, k, positions, table, sin, pair_axis, row_checks, *rest)
         return (query, key) if inplace else (q.view(query.shape), None if k is None else k.view(key.shape))
-    if positions is not None and not positions.is_cpu:
-        positions = positions.cpu()
-        position_strides = _check_positions(positions, pair_axis, batch, seq, width, query.dim() - (head_size is None))
-    if pair_axis is not None and not (pair_axis.is_cpu and pair_axis.is_contiguous()):
-        pair_axis = pair_axis.cpu().contiguous()
-    if row_checks is not None and not (row_checks.is_cpu and row_checks.is_contiguous()):
-        row_checks = row_checks.cpu().contiguous()
-    if inplace:
-        q_out, k_out, q_out_strides, k_out_strides = query, key, q_strides, k_strides
-    else:
-        q_out, q_out_strides = _contiguous_like(query), (seq * heads * size, heads * size, size)
-        if not q_ready:
-            query, q_strides = query.contiguous(), q_out_strides
-        k_out, k_out_strides = None, k_strides
-        if key is not None:
-            k_out, k_out_strides = _contiguous_like(key), (seq * k_shape[2] * size, k_shape[2] * size, size)
-            if not k_ready:
-                key, k_strides = key.contiguous(), k_out_strides
-    try:
-        call, address = _local.call
-    except AttributeError:
-        call = ctypes.create_string_buffer(_CALL.size)
-        address = ctypes.addressof(call)
-        _local.call = call, address
+    others = (positions, pair_axis, row_checks)
+    if not ready or any(x is not None and not x.is_cpu for x in others) or not _dense(pair_axis) or not _dense(row_checks):
+        if not inplace:
+            query, key = query.contiguous(), None if key is None else key.contiguous()
+        positions, pair_axis, row_checks = (None if x is None else x.cpu().contiguous() for x in others)
+        return _rotate_now(query, key, positions, table, sin, pair_axis, row_checks, *rest, head_size)
+    q_out_strides, k_out_strides = q_strides, k_strides
+    if not inplace:
+        q_out_strides, k_out_strides = (seq * heads * size, heads * size, size), (seq * k_heads * size, k_heads * size, size)
+    bits = 0 if positions is None else 64 if positions.dtype is torch.int64 else 32
     _CALL.pack_into(
-        call, 0,
-        batch, seq, width, size, heads, k_shape[2],
-        query.data_ptr(), q_out.data_ptr(), *q_strides, *q_out_strides,
-        0 if key is None else key.data_ptr(), 0 if key is None else k_out.data_ptr(), *k_strides, *k_out_strides,
-        code, not neox, inverse, 0 if positions is None else 64 if positions.dtype is torch.int64 else 32,
-        0 if positions is None else positions.data_ptr(), *position_strides,
-        0 if pair_axis is None else pair_axis.data_ptr(), 1 if pair_axis is None else positions.shape[0],
-        _threads(), cos_address, sin_address, row_stride, sin_stride, rows,
-        0 if row_checks is None else row_checks.data_ptr(), scale, _pool, 0, 0,
+        _call.buffer, 0,
+        batch, seq, width, size, heads, k_heads,
+        0, 0, *q_strides, *q_out_strides, 0, 0, *k_strides, *k_out_strides,
+        code, not neox, inverse, bits, 0, *position_strides, 0, 1 if pair_axis is None else positions.shape[0],
+        _threads(), 0, 0, row_stride, sin_stride, rows, 0, scale, _pool, 0, 0,
     )  # fmt: skip
-    status = _library.rope_rotate(address)
-    if status:
-        position, _ = _BAD.unpack_from(call, _CALL.size - _BAD.size)
-        if status == 1:
-            raise PositionError(position, rows)
-        if status == 2:
-            raise DeadRowError(position)
-        raise ValueError(
-            f"the kernel refused query {tuple(query.shape)} with table {tuple(table.shape)}; expected query, key and "
-            "positions whose storage is not freed, and no axis in pair_axis that positions do not have"
-        )
-    if inplace:  # tell autograd, which may have saved them
-        _increment_version(query)
-        if key is not None:
-            _increment_version(key)
-    return q_out, k_out
+    return None
+
+
+def _dense(x: Tensor | None) -> bool:
+    return x is None or x.is_contiguous()
 
 
 def _contiguous_like(x: Tensor) -> Tensor:
@@ -355,14 +415,9 @@ def _layout(x: Tensor, name: str, head_size: int | None) -> tuple[tuple[int, ...
     return (*shape[:2], heads, head_size), (*strides[:2], head_size), strides[2] == 1
 
 
-def _check_table(table: Tensor, name: str, query: Tensor) -> tuple[int, int, int, int]:
-    """Rows, width, row stride and address of a table that can be right for ``query``."""
+def _check_table(table: Tensor, name: str, query: Tensor) -> tuple[int, int, int]:
+    """Rows, width and row stride of a table that can be right for ``query``."""
     device = query.device
-    if type(table) is Tensor and table.dtype is torch.float32 and table.is_contiguous() and table.device == device:
-        offset = 4 * table.storage_offset()
-        if table.untyped_storage().nbytes() >= offset + table.nbytes > offset and table.dim() == 2:
-            rows, width = table.shape
-            return rows, width, width, _storage_address(table) + offset
     fault = tensor_fault(table)
     if fault is not None:
         raise DeadBufferError(f"{name} is dead ({fault}) while query lies on {device}; rebuild it")
@@ -373,7 +428,7 @@ def _check_table(table: Tensor, name: str, query: Tensor) -> tuple[int, int, int
     step, unit = table.stride()
     if unit != 1 and table.shape[1] > 1:
         raise ValueError(f"{name} has strides {table.stride()}; expected a contiguous last dimension")
-    return *table.shape, step, _read_address(table)
+    return *table.shape, step
 
 
 def _read_address(tensor: Tensor) -> int:
@@ -477,7 +532,7 @@ def _rows(query, positions, table, sin, pair_axis, row_checks, scale):
             raise PositionError(low if low < 0 else high if positions is not None else rows, rows)
     cos, sin = cos[index], sin[index]
     wrong = None
-    if row_checks is not None:
+    if row_checks is not None and index.numel():
         found = cache_liveness.row_checks(cos.reshape(-1, half), sin.reshape(-1, half))
         wrong = found != row_checks.to(device)[index.reshape(-1)]
     wide = torch.float32 if device.type == "mps" else torch.float64
@@ -535,14 +590,23 @@ def _forward_level() -> int:
 
 # --- live modules -----------------------------------------------------------------------------------------------------
 
-_HANDLES = itertools.count(1)
 _MODULES: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_registering = threading.Lock()
 
 
-def register_live(module: nn.Module) -> int:
-    """A handle by which an op finds ``module`` when it runs; it does not keep the module alive."""
-    handle = next(_HANDLES)
-    _MODULES[handle] = module
+def register_live(module: nn.Module, *identity: object) -> int:
+    """A handle by which an op finds ``module`` when it runs; it does not keep the module alive.
+
+    ``identity``: all that ``rotate_now`` depends on, each with a ``repr`` that says its value. The handle follows from
+    it, so that a compiled graph in another process finds a module that rotates alike, or none, but never another one.
+    Without it the handle is a random number.
+    """
+    seed = repr(identity).encode() if identity else os.urandom(16)
+    handle = int.from_bytes(hashlib.blake2b(seed, digest_size=8).digest(), "big") >> 2
+    with _registering:
+        while handle in _MODULES:
+            handle += 1
+        _MODULES[handle] = module
     return handle
 
 
@@ -652,6 +716,7 @@ def _remember(ctx, inputs: tuple, output: object) -> None:
     ctx.slots = [isinstance(value, Tensor) for value in rest]
     ctx.plain = [None if slot else value for slot, value in zip(ctx.slots, rest)]
     ctx.save_for_backward(*(value for slot, value in zip(ctx.slots, rest) if slot))
+    ctx.modules = [_MODULES.get(value) for value in rest if type(value) is int]  # the backward needs them alive
 
 
 def _remembered(ctx) -> list:

@@ -50,7 +50,7 @@ class RopeTable(LiveBuffers):
 
     def _prepare(self) -> None:
         """What belongs to this object and not to its arguments."""
-        self._handle = register_live(self)
+        self._handle = register_live(self, type(self).__qualname__, self.spec, self.head_size, self.is_neox_style)
         axes = self.spec.pair_axes
         self._pair_axis = (
             None
@@ -67,6 +67,11 @@ class RopeTable(LiveBuffers):
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         self._prepare()
+
+    def _replicate_for_data_parallel(self) -> RopeTable:
+        replica = super()._replicate_for_data_parallel()
+        replica._prepare()
+        return replica
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {"cos_sin_cache": (self._rows, self.rotary_dim)}
@@ -136,10 +141,12 @@ class RopeTable(LiveBuffers):
         *,
         inplace: bool = False,
         inverse: bool = False,
+        head_size: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotate ``query`` and ``key``, ``[tokens, heads, head_size]`` or ``[batch, seq, heads, head_size]``, by a
-        table that was checked, healed and grown as needed before anything is written. Where the rope's positions have
-        several axes, positions of one dimension are the same on all of them (text)."""
+        """Rotate ``query`` and ``key``, ``[tokens, heads, head_size]`` or ``[batch, seq, heads, head_size]`` (or flat,
+        see :func:`common.rope_kernel.rotate`), by a table that was checked, healed and grown as needed before anything
+        is written. Where the rope's positions have several axes, positions of one dimension are the same on all of
+        them (text)."""
         device = query.device
         if device.type == "meta":
             empty = torch.empty_like
@@ -158,6 +165,7 @@ class RopeTable(LiveBuffers):
                     inverse=inverse,
                     inplace=inplace,
                     row_checks=self._checks.get("cos_sin_cache"),
+                    head_size=head_size,
                 )
             except PositionError as error:
                 self._cover(positions, error)
@@ -169,6 +177,22 @@ class RopeTable(LiveBuffers):
         raise DeadBufferError(
             f"cos_sin_cache of {type(self).__name__} was wrong again after each of {_ATTEMPTS} rebuilds: "
             "another owner keeps overwriting it; give that owner a module of its own"
+        )
+
+    def rotate_exported(
+        self, positions: Tensor | None, query: Tensor, key: Tensor | None, *, inplace: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rotation with the table as an input of the graph that is being exported: that graph runs where this
+        module is not, so its table neither heals nor grows, but rows that are not unit rotations are refused."""
+        return rotate(
+            query,
+            key,
+            positions,
+            self._buffers["cos_sin_cache"],
+            is_neox_style=self.is_neox_style,
+            pair_axis=None if positions is None or positions.dim() == 1 else self._pair_axis,
+            inplace=inplace,
+            scale=self._values_key[1],
         )
 
     def extra_repr(self) -> str:

@@ -87,6 +87,8 @@ class RotaryEmbedding(RopeTable):
             raise NotImplementedError("fused_set_kv_buffer_arg is not supported: write the KV buffer after rotating")
         if offsets is not None:
             positions = positions + offsets
+        if positions.dim() == 1 and query.dim() == 2 and (key is None or key.dim() == 2):  # to the kernel as they are
+            return live_rotate(self, positions, query, key, inplace=inplace, head_size=self.head_size)
         # positions of several axes have one more dimension in front
         axes = 1 if self.spec.pair_axes is not None and positions.dim() > 1 else 0
         tokens = positions.shape[axes:].numel()
