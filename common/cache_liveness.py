@@ -19,7 +19,7 @@ import weakref
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -56,12 +56,20 @@ def born_clean(build: Callable[..., Any], *args: Any) -> Any:
     tracing state all belong to a thread, so a fresh one has none of them, whatever surrounds the caller.
     """
 
-    def run() -> Any:
-        with torch.no_grad():
-            return build(*args)
+    result: Future[Any] = Future()
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="live-rope-build") as thread:
-        return thread.submit(run).result()
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                result.set_result(build(*args))
+        except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+            result.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="live-rope-build").start()
+    except RuntimeError:  # no more threads to be had, or the interpreter is shutting down
+        run()
+    return result.result()
 
 
 _set_eval_frame = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
@@ -310,10 +318,11 @@ class LiveBuffers(nn.Module):
                 _OWNERS.pop(owned, None)
 
     def _sources(self) -> tuple:
-        """What identifies the present values of the parameters that :meth:`derive` reads."""
-        return tuple(
-            fact for p in map(self._parameters.get, self.learned) for fact in (id(p), p._version, p.data_ptr())
-        )
+        """The present values of the parameters that :meth:`derive` reads, as checksums: loaders write them through
+        ``.data``, which leaves no other trace."""
+        if not self.learned:
+            return ()
+        return born_clean(lambda: tuple(_content(getattr(self, name, None)) for name in self.learned))
 
     # the check
 
@@ -496,6 +505,12 @@ class LiveBuffers(nn.Module):
                         self.live(name)
         return self
 
+    def _replicate_for_data_parallel(self) -> LiveBuffers:
+        """A replica has tensors of its own, and knows them by itself."""
+        replica = super()._replicate_for_data_parallel()
+        replica._reset()
+        return replica
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         first = next((b for b in map(self._buffers.get, self._shapes) if isinstance(b, Tensor)), None)
@@ -518,15 +533,14 @@ class LiveBuffers(nn.Module):
     # memory
 
     def release_memory(self) -> None:
-        """Free the bytes of the derived buffers; the next use derives them again into the same tensors."""
+        """Free the bytes of the derived buffers; the next use derives them again into the same tensors. Where a view, an
+        array or a rotation that is running still holds the memory, it is freed as soon as that lets go."""
         with _LOCK:
             self._twins.clear()
             for name in self._shapes:
                 buffer = self._buffers.get(name)
                 if isinstance(buffer, Tensor) and tensor_fault(buffer) is None and self.intact():
-                    storage = buffer.untyped_storage()
-                    if storage.resizable():  # else a numpy array, say, holds on to it
-                        storage.resize_(0)
+                    born_clean(_let_go, buffer)
             self._disown()
             self._checks = {}
             self._asleep = True
@@ -537,6 +551,21 @@ class LiveBuffers(nn.Module):
             self._sole = None
             for name, known in self._fingerprints.items():
                 self._fingerprints[name] = (known[0], -1, *known[2:])
+
+
+def _let_go(buffer: Tensor) -> None:
+    """Give ``buffer`` a freed memory in place of its own, which others may be reading and which therefore is not cut."""
+    nothing = torch.empty(1, dtype=buffer.dtype, device=buffer.device)
+    buffer.data = nothing.expand(buffer.shape)
+    nothing.untyped_storage().resize_(0)
+
+
+def _content(tensor: Tensor | None) -> tuple:
+    fault = tensor_fault(tensor)
+    if fault is not None:
+        return (fault,)
+    values = tensor.detach() if tensor.element_size() >= 4 else tensor.detach().float()
+    return tuple(row_checks(values.reshape(-1, values.shape[-1] if values.dim() else 1)).tolist())
 
 
 def _facts(tensor: Tensor) -> tuple:

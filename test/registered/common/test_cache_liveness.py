@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import pickle
+import subprocess
 import sys
 import threading
 import weakref
@@ -188,6 +189,62 @@ def test_a_strangers_memory_is_never_written_to():
         assert bool((stranger == 7.0).all())
 
 
+def test_a_strangers_memory_is_not_taken_for_the_one_whose_address_it_got():
+    for _ in range(50):
+        module = Powers(16, shareable=False)
+        module.powers.data = torch.zeros(1)  # frees the module's memory
+        stranger = torch.full((16, 4), 7.0)  # often at the very address
+        module.powers.data = stranger
+        assert_right(module)
+        assert bool((stranger == 7.0).all())
+
+
+def test_a_replica_knows_its_own_tensors():
+    module = Powers(16)
+    replica = module._replicate_for_data_parallel()
+    replica.powers = torch.zeros(16, 4)
+    assert_right(replica)
+    assert_right(module)
+    assert module.heals == 0 and module.powers is not replica.powers
+
+
+def test_released_memory_is_not_cut_from_under_a_view():
+    module = Powers(16, shareable=False)
+    view, array, tensor = module.powers[3], module.powers.numpy(), module.powers
+    module.release_memory()
+    assert tensor.shape == (16, 4) and tensor.untyped_storage().nbytes() == 0
+    assert torch.equal(view, true_powers(16)[3]) and array[15, 0] == 1.0
+    assert_right(module)
+    assert module.powers is tensor and module.heals == 0
+
+
+def test_memory_of_an_equal_module_is_taken_over_only_if_its_values_are_right():
+    first = Powers(16)
+    first.powers.data.zero_()  # without a trace
+    assert_right(Powers(16))
+
+
+def test_a_dead_equal_module_stands_in_nobodys_way():
+    first = Powers(16)
+    first._buffers["powers"] = "not a tensor"
+    assert_right(Powers(16))
+    assert_right(first)
+
+
+def test_builds_at_exit():
+    script = (
+        "import atexit, torch\n"
+        "from srt.layers.rotary_embedding import get_rope\n"
+        "rope = get_rope(8, 8, 8, 10000.0, dtype=torch.float32)\n"
+        "def use():\n"
+        "    rope.to('meta')\n"
+        "    print(rope(torch.tensor([0]), torch.ones(1, 1, 8))[0].sum().item())\n"
+        "atexit.register(use)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "8.0", done.stderr
+
+
 def test_equal_values_are_accepted_and_kept():
     module = Powers(16, shareable=False)
     loaded = module.powers.clone()
@@ -297,7 +354,7 @@ class Learned(LiveBuffers):
         return {"squares": (4,)}
 
     def derive(self):
-        return {"squares": self.weight.detach().to("cpu").square()}
+        return {"squares": self.weight.detach().to("cpu", torch.float32).square()}
 
 
 def test_buffers_follow_learned_parameters():
@@ -305,7 +362,7 @@ def test_buffers_follow_learned_parameters():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
 
     def assert_follows():
-        assert torch.equal(module.live("squares"), module.weight.detach().square())
+        assert torch.equal(module.live("squares"), module.weight.detach().float().square())
 
     assert_follows()
     module.weight.grad = torch.ones(4)
@@ -317,6 +374,11 @@ def test_buffers_follow_learned_parameters():
     assert_follows()
     module.weight.data = torch.full((4,), 3.0)
     assert_follows()
+    module.weight.data.copy_(torch.arange(4.0) + 2)  # as weight loaders do: neither version nor address changes
+    assert_follows()
+    module.to(torch.bfloat16).weight.data[1] = 7.0
+    assert_follows()
+    module.float()
     module.weight = nn.Parameter(torch.full((4,), 5.0))
     assert_follows()
     module.squares.zero_()
