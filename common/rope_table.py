@@ -183,7 +183,7 @@ class RopeTable(LiveBuffers):
         self, positions: Tensor | None, query: Tensor, key: Tensor | None, *, inplace: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """The rotation with the table as an input of the graph that is being exported: that graph runs where this
-        module is not, so its table neither heals nor grows, but rows that are not unit rotations are refused."""
+        module is not, so its table neither heals nor grows, but rows that are not the derived ones are refused."""
         return rotate(
             query,
             key,
@@ -192,6 +192,7 @@ class RopeTable(LiveBuffers):
             is_neox_style=self.is_neox_style,
             pair_axis=None if positions is None or positions.dim() == 1 else self._pair_axis,
             inplace=inplace,
+            row_checks=self._checks.get("cos_sin_cache"),
             scale=self._values_key[1],
         )
 
