@@ -126,7 +126,7 @@ def their_output(rotary, positions, kind):
     """What ``rotary`` itself returns for ``positions``, by whichever interface it has."""
     x = torch.zeros(1, positions.shape[-1], 8)
     extra = () if kind is None else (kind,)
-    if "position_ids" not in inspect.signature(rotary.forward).parameters:  # wav2vec2's: all tokens of x in turn
+    if "hidden_states" in inspect.signature(rotary.forward).parameters:  # wav2vec2's: all tokens of x in turn
         table = rotary(torch.zeros(1, int(positions.max()) + 1, 8))
         return tuple(part[positions, 0] for part in table)
     if positions.dim() == 1:

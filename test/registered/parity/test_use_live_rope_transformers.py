@@ -9,7 +9,8 @@ import torch
 import transformers
 
 from common.ci_register import register_cpu_ci
-from srt.integrations.transformers import _ROPE_CACHE, use_live_rope
+from srt.integrations.transformers import use_live_rope
+from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
 register_cpu_ci(est_time=60, suite="parity-test-cpu")
 
@@ -73,9 +74,9 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def empty_cache():
-    _ROPE_CACHE.clear()
+    _ROPE_DICT.clear()
     yield
-    _ROPE_CACHE.clear()
+    _ROPE_DICT.clear()
 
 
 @pytest.fixture(params=MODELS)
@@ -118,7 +119,13 @@ def kill_inv_freq(module):
         buffer.untyped_storage().resize_(0)
 
 
+def overwrite_untraced(model):
+    for buffer in text_rope(model).buffers():
+        buffer.data.fill_(3.0)
+
+
 TEARDOWNS = {
+    "overwritten behind PyTorch's back": overwrite_untraced,
     "to meta": lambda model: model.to("meta"),
     "to_empty": lambda model: model.to_empty(device="cpu"),
     "half": lambda model: model.half(),
@@ -131,7 +138,8 @@ def test_one_models_teardown_does_not_change_what_the_other_generates(build, tea
     torn, survivor = build(), build()
     for model in (torn, survivor):
         use_live_rope(model)
-    assert text_rope(torn) is text_rope(survivor)
+    for ours, theirs in zip(text_rope(torn).children(), text_rope(survivor).children(), strict=True):
+        assert ours is theirs
     arguments = dict(input_ids=ids(8), max_new_tokens=6, do_sample=False)
     before = survivor.generate(**arguments)
     right = logits(survivor)
@@ -151,7 +159,8 @@ def test_a_model_materialised_from_meta_is_right_after_the_swap():
     for buffer in text_rope(model).buffers():
         buffer.fill_(-1e34)  # what the memory happened to hold
     assert not torch.equal(logits(model), logits(whole))
-    use_live_rope(model)
+    report = use_live_rope(model)
+    assert report.healed == ["model.rotary_emb"] and "healed model.rotary_emb" in str(report)
     assert torch.equal(logits(model), logits(whole))
 
 
@@ -160,10 +169,90 @@ def test_copies_and_pickles_are_live():
     right = logits(model)
     use_live_rope(model)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        text_rope(model).inv_freq.zero_()
+        next(text_rope(model).buffers()).zero_()
         assert torch.equal(logits(other), right)
         text_rope(other).to("meta")
         assert torch.equal(logits(other), right)
+
+
+def deepseek_v2():
+    sizes = {**SMALL, "num_key_value_heads": 4, **LATENT, "topk_method": "greedy"}
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**sizes))
+
+
+def gptj():
+    config = transformers.GPTJConfig(n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, vocab_size=128)
+    return transformers.GPTJForCausalLM(config)
+
+
+def cohere():
+    return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL))
+
+
+def olmo2():
+    return transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
+
+
+def gemma4():
+    sizes = {**SMALL, "num_hidden_layers": 6, "head_dim": 16, "hidden_size_per_layer_input": 8}
+    return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes, vocab_size_per_layer_input=128))
+
+
+@pytest.mark.parametrize("make", [deepseek_v2, gptj, cohere, olmo2, gemma4], ids=lambda make: make.__name__)
+def test_other_layouts_of_cos_and_sin(make):
+    """Complex numbers, sin before cos, each value twice in turn, float32 whatever the model's dtype, two kinds of layer."""
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model = make().eval()
+        model.to(dtype)
+        whole = next(m for m in model.modules() if hasattr(m, "rotary_emb"))
+        whole.rotary_emb = type(whole.rotary_emb)(
+            model.config
+        )  # its float32 frequencies, as from_pretrained keeps them
+        right = logits(model)
+        report = use_live_rope(model)
+        assert report.swapped and not report.kept, str(report)
+        assert torch.equal(logits(model), right)
+
+
+def test_a_compiled_model_is_right_whatever_becomes_of_its_tables():
+    model = MODELS["llama"]().eval()
+    right = logits(model)
+    use_live_rope(model)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    table = next(text_rope(model).buffers())
+
+    @torch.no_grad()
+    def compare():
+        torch.testing.assert_close(compiled(input_ids=ids(), use_cache=False).logits, right, rtol=0, atol=1e-6)
+
+    compare()
+    for ruin in (table.zero_, lambda: table.data.fill_(3.0), lambda: text_rope(model).to("meta")):
+        ruin()
+        compare()
+
+
+def test_a_table_begins_small_and_grows():
+    config = transformers.LlamaConfig(**{**SMALL, "max_position_embeddings": 131072})
+    model = transformers.LlamaForCausalLM(config).eval()
+    right = logits(model)
+    use_live_rope(model, max_position=16)
+    table = next(text_rope(model).buffers())
+    assert len(table) == 16
+    assert torch.equal(logits(model), right)
+    assert len(next(text_rope(model).buffers())) >= 80
+    with pytest.raises(IndexError, match="negative"):
+        text_rope(model)(torch.zeros(1, 1, 8), torch.tensor([[-1]]))
+
+
+def test_positions_between_whole_numbers():
+    rope = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**SMALL))
+    holder = torch.nn.Module()
+    holder.rotary_emb = rope
+    x, positions = torch.zeros(1, 1, 8), torch.tensor([[0.0, 0.5, 17.25]])
+    right = rope(x, positions)
+    assert use_live_rope(holder).swapped == ["rotary_emb"]
+    assert all(torch.equal(a, b) for a, b in zip(holder.rotary_emb(x, positions), right))
 
 
 def test_what_cannot_be_swapped_is_reported():
