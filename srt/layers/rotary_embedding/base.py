@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class RotaryEmbedding(RopeTable):
             return live_rotate(self, positions, query, key, inplace=inplace, head_size=self.head_size)
         # positions of several axes have one more dimension in front
         axes = 1 if self.spec.pair_axes is not None and positions.dim() > 1 else 0
-        tokens = positions.shape[axes:].numel()
+        tokens = math.prod(positions.shape[axes:])  # numel() would make a constant of it while exporting
         q = split_heads(query, tokens, self.head_size, "query")
         k = None if key is None else split_heads(key, tokens, self.head_size, "key")
         if q.dim() == 3 and positions.dim() == axes + 2:
@@ -101,6 +102,8 @@ class RotaryEmbedding(RopeTable):
         q, k = live_rotate(self, positions, q, k, inplace=inplace)
         if inplace:
             return query, key
+        if q.dim() == query.dim():
+            return q, k
         return q.view(query.shape), None if key is None else k.view(key.shape)
 
     def get_cos_sin(self, seqlen: int) -> tuple[Tensor, Tensor]:
