@@ -224,6 +224,7 @@ class _Call(threading.local):
         self.address = ctypes.addressof(self.buffer)
         self.words = memoryview(self.buffer).cast("B").cast("Q")
         self.layout: tuple | None = None
+        self.dense = False  # query and key are contiguous: so is what empty_like makes, without being told
 
 
 _call = _Call()
@@ -250,6 +251,8 @@ def _rotate_now(
     """
     if query.is_meta:
         return (query, key) if inplace else (_contiguous_like(query), None if key is None else _contiguous_like(key))
+    if inplace and key is not None and key.data_ptr() == query.data_ptr() and key.numel() and query.numel():
+        raise ValueError("query and key begin at the same memory; inplace=True would rotate it twice")
     layout = (
         type(table), table.dtype, table.is_cpu, table.shape, table.stride(), table.storage_offset(),
         table.untyped_storage().nbytes(), query.dtype, query.is_cpu, query.shape, query.stride(),
@@ -261,30 +264,28 @@ def _rotate_now(
     )  # fmt: skip
     if _call.layout != layout:
         _call.layout = None
-        done = _pack(
-            query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace, head_size
-        )
+        done = _pack(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace, head_size)
         if done is not None:
             return done
         _call.layout = layout
     words = _call.words
     if inplace:
         q_out, k_out = query, key
+    elif _call.dense:
+        q_out, k_out = _empty_like(query), None if key is None else _empty_like(key)
     else:
         q_out, k_out = _contiguous_like(query), None if key is None else _contiguous_like(key)
     words[_Q], words[_Q_OUT] = query.data_ptr(), q_out.data_ptr()
     if key is not None:
         words[_K], words[_K_OUT] = key.data_ptr(), k_out.data_ptr()
-        if inplace and words[_K] == words[_Q] and key.numel() and query.numel():
-            raise ValueError("query and key begin at the same memory; inplace=True would rotate it twice")
     if positions is not None:
         words[_POSITIONS] = positions.data_ptr()
     if pair_axis is not None:
         words[_PAIR_AXIS] = pair_axis.data_ptr()
     if row_checks is not None:
         words[_CHECKS] = row_checks.data_ptr()
-    words[_COS] = _read_address(table)
-    words[_SIN] = words[_COS] + 2 * table.shape[1] if sin is None else _read_address(sin)
+    words[_COS] = cos = _read_address(table)
+    words[_SIN] = cos + 2 * table.shape[1] if sin is None else _read_address(sin)
     status = _library.rope_rotate(_call.address)
     if status:
         position = ctypes.c_int64(words[_BAD]).value
@@ -365,14 +366,15 @@ def _pack(
         q, k = _other_kernel(query)(q, k, positions, table, sin, pair_axis, row_checks, *rest)
         return (query, key) if inplace else (q.view(query.shape), None if k is None else k.view(key.shape))
     others = (positions, pair_axis, row_checks)
-    if not ready or any(x is not None and not x.is_cpu for x in others) or not _dense(pair_axis) or not _dense(row_checks):
+    if not (ready and all(x is None or x.is_cpu for x in others) and _dense(pair_axis) and _dense(row_checks)):
         if not inplace:
             query, key = query.contiguous(), None if key is None else key.contiguous()
         positions, pair_axis, row_checks = (None if x is None else x.cpu().contiguous() for x in others)
         return _rotate_now(query, key, positions, table, sin, pair_axis, row_checks, *rest, head_size)
-    q_out_strides, k_out_strides = q_strides, k_strides
-    if not inplace:
-        q_out_strides, k_out_strides = (seq * heads * size, heads * size, size), (seq * k_heads * size, k_heads * size, size)
+    q_out_strides, k_out_strides = (
+        (q_strides, k_strides) if inplace else ((seq * n * size, n * size, size) for n in (heads, k_heads))
+    )
+    _call.dense = _dense(query) and _dense(key)
     bits = 0 if positions is None else 64 if positions.dtype is torch.int64 else 32
     _CALL.pack_into(
         _call.buffer, 0,
@@ -395,12 +397,12 @@ def _contiguous_like(x: Tensor) -> Tensor:
 def _layout(x: Tensor, name: str, head_size: int | None) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """``(batch, seq, heads, size)``, the strides of the first three, and whether the last dimension is contiguous."""
     shape, strides = x.shape, x.stride()
-    dims = len(shape)
+    dims, ready = len(shape), strides[-1:] == (1,) or x.numel() == 0
     if head_size is None:
         if dims == 3:
-            return (1, *shape), (0, *strides[:2]), strides[2] == 1
+            return (1, *shape), (0, *strides[:2]), ready
         if dims == 4:
-            return shape, strides[:3], strides[3] == 1
+            return shape, strides[:3], ready
         raise ValueError(
             f"{name} has shape {tuple(shape)}; expected [tokens, heads, size] or [batch, seq, heads, size]"
         )
@@ -411,8 +413,8 @@ def _layout(x: Tensor, name: str, head_size: int | None) -> tuple[tuple[int, ...
         )
     heads = shape[-1] // head_size
     if dims == 2:
-        return (1, shape[0], heads, head_size), (0, strides[0], head_size), strides[1] == 1
-    return (*shape[:2], heads, head_size), (*strides[:2], head_size), strides[2] == 1
+        return (1, shape[0], heads, head_size), (0, strides[0], head_size), ready
+    return (*shape[:2], heads, head_size), (*strides[:2], head_size), ready
 
 
 def _check_table(table: Tensor, name: str, query: Tensor) -> tuple[int, int, int]:
