@@ -372,8 +372,8 @@ def _check_yarn(rotary_dim: int, base: float, max_position: int, params: dict[st
 
 def _check_llama3(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
     low, high = params["low_freq_factor"], params["high_freq_factor"]
-    if high <= low:
-        raise ValueError(f"high_freq_factor is {high}; expected more than low_freq_factor {low}")
+    if high < low:
+        raise ValueError(f"high_freq_factor is {high}; expected at least low_freq_factor {low}")
 
 
 def _check_longrope(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
@@ -523,17 +523,64 @@ class RopeSpec:
 
 
 def full_rows(spec: RopeSpec) -> int:
+    """Positions that the rope is made for; beyond, a table grows only where its type allows."""
     return spec.full_rows
 
 
 def table_rows(spec: RopeSpec) -> int:
+    """Rows that a table begins with: those the rope is made for, but no more than the limit."""
     limit = table_limit()
     return spec.full_rows if limit is None else min(spec.full_rows, limit)
 
 
+_limit: int | None = None
+_limit_is_set = False
+
+
+def set_table_limit(rows: int | None) -> None:
+    """Begin new tables with at most ``rows`` rows, such as the serving length; they grow when a position asks for more,
+    and no value ever depends on it. None: as many as the rope is made for. It overrides ``LIVE_ROPE_TABLE_LIMIT``.
+
+    Raises:
+        ValueError: ``rows`` is not a positive whole number.
+    """
+    global _limit, _limit_is_set
+    _limit, _limit_is_set = _check_limit("rows", rows), True
+
+
 def table_limit() -> int | None:
+    """The rows that new tables begin with at most: what was set, else ``LIVE_ROPE_TABLE_LIMIT``, else None."""
+    if _limit_is_set:
+        return _limit
     text = os.environ.get("LIVE_ROPE_TABLE_LIMIT")
-    return int(text) if text else None
+    if not text:
+        return None
+    return _check_limit("LIVE_ROPE_TABLE_LIMIT", int(text) if text.isdecimal() else text)
+
+
+def _check_limit(name: str, rows: Any) -> int | None:
+    if rows is not None and (isinstance(rows, bool) or not isinstance(rows, int) or rows <= 0):
+        raise ValueError(f"{name} is {rows!r}; expected a positive number of rows")
+    return rows
+
+
+def describe_key(key: tuple) -> str:
+    """A cache key in words: ``(head size, spec, whether neox, dtype, ...)``."""
+    head_size, spec, neox, dtype, *more = key
+    params = ", ".join(
+        f"{name}={value}" for name, value in spec.params if value is not None and not isinstance(value, tuple)
+    )
+    words = [
+        f"{spec.rope_type} rope of {spec.rotary_dim} of {head_size}",
+        f"base {spec.base:g}",
+        f"{spec.max_position} positions",
+        "neox" if neox else "gptj",
+        str(dtype).removeprefix("torch."),
+        *([params] if params else []),
+        *([f"{len(set(spec.pair_axes))} axes"] if spec.pair_axes else []),
+        *map(str, more),
+    ]
+    return ", ".join(words)
 
 
 def check_dtype(dtype: torch.dtype | None) -> torch.dtype:

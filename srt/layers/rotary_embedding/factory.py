@@ -10,7 +10,7 @@ from torch import nn
 
 from common.cache_liveness import LiveCache, get_live_entry, get_or_build
 from common.rope_config import read_rope_config
-from common.rope_frequencies import RopeSpec, check_dtype, normalize_rope
+from common.rope_frequencies import RopeSpec, check_dtype, describe_key, normalize_rope
 from srt.layers.rotary_embedding.base import RotaryEmbedding
 from srt.layers.rotary_embedding.dual_chunk import DualChunkRotaryEmbedding
 from srt.layers.rotary_embedding.fourier import FourierRotaryEmbedding
@@ -31,7 +31,7 @@ from srt.layers.rotary_embedding.scaling import (
     YaRNScalingRotaryEmbedding,
 )
 
-_ROPE_DICT = LiveCache("srt.rope")
+_ROPE_DICT = LiveCache("srt.rope", describe=describe_key)
 
 
 def _get_live_rope_cache_entry(key: tuple, cache: MutableMapping | None = None) -> nn.Module | None:

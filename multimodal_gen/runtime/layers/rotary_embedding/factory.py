@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from common.cache_liveness import LiveCache, get_live_entry, get_or_build
-from common.rope_frequencies import check_dtype, normalize_rope
+from common.rope_frequencies import check_dtype, describe_key, normalize_rope
 
 from .base import RotaryEmbedding
 from .nd import NDRotaryEmbedding
 
-_ROPE_DICT = LiveCache("multimodal_gen.rope")
+_ROPE_DICT = LiveCache("multimodal_gen.rope", describe=describe_key)
 _ND_ROPE_CACHE = LiveCache("multimodal_gen.nd_rope")  # modules that hold numbers only; their grids are in grid_cache.py
 _ND_ROPE_LIMIT = 16
 
