@@ -1,7 +1,9 @@
 """Every rotary class of the installed transformers, from its default config: the same cos and sin, bit for bit."""
 
+import copy
 import importlib
 import inspect
+import json
 import re
 import sys
 import warnings
@@ -14,6 +16,7 @@ import transformers
 
 from common.ci_register import register_cpu_ci
 from common.rope_config import layer_types, read_rope_config
+from srt.integrations.transformers import use_live_rope
 from srt.layers.rotary_embedding import get_rope_from_config
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
@@ -133,7 +136,7 @@ def their_output(rotary, positions, kind):
         return rotary(x, positions[None], *extra)
     if "axial" in getattr(rotary, "rope_type", ""):
         ids = positions.T.contiguous()
-        return rotary(x, ids[None] if type(rotary).__name__.startswith("Gemma4") else ids, *extra)
+        return rotary(x, ids[None] if getattr(rotary.config, "model_type", "") == "gemma4_vision" else ids, *extra)
     return rotary(x, positions[:, None], *extra)
 
 
@@ -374,6 +377,74 @@ def test_scaled_ropes_have_the_same_bits(name, theta):
         theirs = rotary(torch.zeros(1, 1, 8), positions[None])
         for their, our in zip(theirs, our_cos_sin(ours, positions)):
             assert torch.equal(their[0, :, :64], our)
+
+
+PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_have_the_same_bits(name):
+    """From the fields of a config.json, read by its transformers class there and by us here."""
+    published = PUBLISHED[name]
+    module, _, kind = published["rotary"].rpartition(".")
+    fields = published["config"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = getattr(transformers, published["config_class"])(**copy.deepcopy(fields))
+        rotary = getattr(importlib.import_module(f"transformers.models.{module}"), kind)(config)
+    longest = min(fields["max_position_embeddings"], 150_000)
+    lengths = (fields["original_max_position_embeddings"], longest) if kind.startswith("Phi3") else (longest,)
+    for length in lengths:
+        for layer_type in kinds_of(rotary):
+            ours = get_rope_from_config(fields, layer_type=layer_type, max_position=length)
+            positions = torch.cat((torch.arange(ROWS), torch.linspace(0, length - 1, 64).long()))
+            if ours.spec.pair_axes is not None:
+                positions = torch.stack([positions.roll(7 * axis) for axis in range(3)])
+            theirs = their_output(rotary, positions, layer_type)
+            if isinstance(theirs, torch.Tensor):
+                assert torch.equal(rotary.inv_freq, ours.spec.frequencies()[0])
+                continue
+            for their, our in zip(theirs, our_cos_sin(ours, positions)):
+                their = their.reshape(positions.shape[-1], -1)
+                assert torch.equal(their if their.shape == our.shape else halves(their), our)
+
+
+# --- models whose rotary modules are swapped --------------------------------------------------------------------------
+
+STAY = {
+    "CodeGenRotaryEmbedding": "a config",  # its model has one
+    "EsmRotaryEmbedding": "state dict",
+    "EvollaSaProtRotaryEmbedding": "state dict",
+    "GPTJRotaryEmbedding": "a config",  # its model has one
+    "MistralLarge4TextRotaryEmbedding": "learned parameters",
+    "Sam3ViTRotaryEmbedding": "not those of its config",
+    "Wav2Vec2BertRotaryPositionalEmbedding": "a config",
+    "Wav2Vec2ConformerRotaryPositionalEmbedding": "state dict",
+}
+
+
+@each_class
+def test_a_swapped_module_gives_the_same_bits_when_its_tables_are_ruined(model, stem, name):
+    rotary, config, _ = build(model, stem, name)
+    kind = kinds_of(rotary)[-1]
+    longest = None if hasattr(config, "max_position_embeddings") else 1024
+    positions = probe(get_rope_from_config(config, layer_type=kind, max_position=longest, is_neox_style=True))
+    holder = torch.nn.Module()
+    holder.rotary_emb = rotary
+    report = use_live_rope(holder)
+    if name in STAY:
+        assert STAY[name] in report.kept["rotary_emb"] and holder.rotary_emb is rotary
+        return
+    assert report.swapped == ["rotary_emb"], str(report)
+    live = holder.rotary_emb
+    live.half()
+    for table in live.buffers():
+        table.data.fill_(3.0)
+    theirs, ours = (their_output(each, positions, kind) for each in (rotary, live))
+    if isinstance(theirs, torch.Tensor):
+        theirs, ours = (theirs,), (ours,)
+    for their, our in zip(theirs, ours, strict=True):
+        assert torch.equal(their, our) and their.dtype == our.dtype
 
 
 def test_a_rope_for_each_layer_type_needs_the_type():
