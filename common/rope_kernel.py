@@ -183,7 +183,7 @@ def rotate(
         _check_gradients(query, key)
     rest = (positions, table, sin, pair_axis, row_checks, scale or 0.0, is_neox_style, inverse)
     if _plain(query, key, positions, table):
-        return _rotate_now(query, key, *rest, inplace, head_size)
+        return rotate_now(query, key, *rest, inplace, head_size)
     return _by_op(torch.ops.live_rope.rotate_ if inplace else torch.ops.live_rope.rotate, query, key, rest, head_size)
 
 
@@ -230,7 +230,7 @@ class _Call(threading.local):
 _call = _Call()
 
 
-def _rotate_now(
+def rotate_now(
     query: Tensor,
     key: Tensor | None,
     positions: Tensor | None,
@@ -370,7 +370,7 @@ def _pack(
         if not inplace:
             query, key = query.contiguous(), None if key is None else key.contiguous()
         positions, pair_axis, row_checks = (None if x is None else x.cpu().contiguous() for x in others)
-        return _rotate_now(query, key, positions, table, sin, pair_axis, row_checks, *rest, head_size)
+        return rotate_now(query, key, positions, table, sin, pair_axis, row_checks, *rest, head_size)
     q_out_strides, k_out_strides = (
         (q_strides, k_strides) if inplace else ((seq * n * size, n * size, size) for n in (heads, k_heads))
     )
@@ -681,7 +681,7 @@ def _rotate(
     neox: bool,
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
-    q, k = _rotate_now(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, False)
+    q, k = rotate_now(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, False)
     return q, query.new_empty(0) if k is None else k
 
 
@@ -698,7 +698,7 @@ def _rotate_(
     neox: bool,
     inverse: bool,
 ) -> None:
-    _rotate_now(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, True)
+    rotate_now(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, True)
 
 
 def _fake(query: Tensor, key: Tensor | None, *_: object) -> tuple[Tensor, Tensor]:
