@@ -10,7 +10,7 @@ from torch import Tensor
 from common import cache_liveness, rope_frequencies
 from common.cache_liveness import DeadBufferError, LiveBuffers
 from common.rope_frequencies import RopeSpec, cos_sin_table
-from common.rope_kernel import PositionError, register_live, rotate, row_checks
+from common.rope_kernel import PositionError, register_live, rotate, rotate_now, row_checks
 
 EXACT_POSITIONS = 1 << 24  # float32 holds every integer up to here; a table beyond would repeat rows
 _ATTEMPTS = 4  # a second owner may break the table again between healing and rotating
@@ -124,11 +124,12 @@ class RopeTable(LiveBuffers):
     def _look_again(self) -> bool:
         """Compare every value, of the tables on other devices too, and heal; whether any was wrong."""
         found = False
-        for table in (self, *self._twins.values()):
-            fault = table.fault(verify=True)
-            if fault is not None:
-                table.heal(*fault)
-                found = True
+        with cache_liveness._LOCK:
+            for table in (self, *self._twins.values()):
+                fault = None if table._asleep else table.fault(verify=True)
+                if fault is not None:
+                    table.heal(*fault)
+                    found = True
         return found
 
     # rotating
@@ -146,34 +147,33 @@ class RopeTable(LiveBuffers):
         """Rotate ``query`` and ``key``, ``[tokens, heads, head_size]`` or ``[batch, seq, heads, head_size]`` (or flat,
         see :func:`common.rope_kernel.rotate`), by a table that was checked, healed and grown as needed before anything
         is written. Where the rope's positions have several axes, positions of one dimension are the same on all of
-        them (text)."""
+        them (text). For tensors that need the kernel alone: :func:`common.rope_kernel.live_rotate` minds the others."""
         device = query.device
         if device.type == "meta":
             empty = torch.empty_like
             return (query, key) if inplace else (empty(query), None if key is None else empty(key))
         pair_axis = None if positions is None or positions.dim() == 1 else self._pair_axis
         for attempt in range(_ATTEMPTS):
-            table = self.live("cos_sin_cache", device)
+            lock = cache_liveness._LOCK
+            if attempt:  # another thread may have released the memory meanwhile: now none does
+                lock.acquire()
             try:
-                return rotate(
-                    query,
-                    key,
-                    positions,
-                    table,
-                    is_neox_style=self.is_neox_style,
-                    pair_axis=pair_axis,
-                    inverse=inverse,
-                    inplace=inplace,
-                    row_checks=self._checks.get("cos_sin_cache"),
-                    head_size=head_size,
-                )
+                # another tensor of the same memory, which nobody takes away from it while rows are read
+                table = self.live("cos_sin_cache", device).data
+                checks = self._checks.get("cos_sin_cache")
+                flags = self.is_neox_style, inverse, inplace, head_size
+                return rotate_now(query, key, positions, table, None, pair_axis, checks, 0.0, *flags)
             except PositionError as error:
                 self._cover(positions, error)
             except (DeadBufferError, ValueError) as error:
-                # the table is wrong though nothing left a trace, another owner ruined it meanwhile, or, when a second
+                # the table is wrong though nothing left a trace, another owner ruined it meanwhile, or, when the last
                 # attempt finds nothing either, the arguments do not fit
-                if not self._look_again() and attempt and isinstance(error, ValueError):
+                found = self._look_again()
+                if not found and isinstance(error, ValueError) and attempt == _ATTEMPTS - 1:
                     raise
+            finally:
+                if attempt:
+                    lock.release()
         raise DeadBufferError(
             f"cos_sin_cache of {type(self).__name__} was wrong again after each of {_ATTEMPTS} rebuilds: "
             "another owner keeps overwriting it; give that owner a module of its own"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from common import rope_kernel
+from common.cache_liveness import release_memory
 from common.ci_register import register_cpu_ci
 from multimodal_gen.runtime.layers.rotary_embedding import get_rope as get_image_rope
 from srt.layers.rotary_embedding import get_rope
@@ -87,6 +88,35 @@ def test_many_threads_look_up_kill_and_rotate():
 
     threads = [threading.Thread(target=use, args=(i,)) for i in range(8)]
     threads += [threading.Thread(target=kill, args=(100 + i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong, wrong[:5]
+
+
+def test_memory_released_while_rotations_run_is_not_taken_from_under_them():
+    rows = 1 << 17  # a table of megabytes goes back to the system at once: reading on would end the process
+    rope = get_rope(DIM, DIM, rows, 10000.0, dtype=torch.float32)
+    positions = torch.arange(0, rows, 9)
+    query = torch.randn(len(positions), 1, DIM)
+    right, wrong, stop = rope(positions, query)[0], [], time.monotonic() + 3
+
+    def release():
+        while time.monotonic() < stop:
+            release_memory()
+            time.sleep(0.001)
+
+    def use():
+        while time.monotonic() < stop:
+            try:
+                if not torch.equal(rope(positions, query)[0], right):
+                    wrong.append("wrong")
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=act) for act in (release, use, use)]
     for thread in threads:
         thread.start()
     for thread in threads:
