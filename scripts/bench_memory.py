@@ -1,0 +1,140 @@
+"""Memory and lifecycle: eight published long-context ropes served at 32768 positions, beside upstream's way.
+
+Upstream's way, written here: a float32 table of all positions that the rope is made for, one per entry.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import random
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from common.cache_liveness import LiveBuffers, cache_report, clear_caches, release_memory
+from common.rope_frequencies import RopeSpec, normalize_rope, set_table_limit
+from srt.layers.rotary_embedding import get_rope
+from srt.layers.rotary_embedding.factory import _ROPE_DICT
+
+SERVED = 32768
+THREADS, STEPS = 16, 10_000
+
+
+def seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def spec_of(numbers: dict) -> RopeSpec:
+    names = ("head_size", "rotary_dim", "max_position", "base", "rope_scaling")
+    return normalize_rope(*(numbers[name] for name in names))
+
+
+def upstreams_bytes(numbers: dict) -> int:
+    spec = spec_of(numbers)
+    return 4 * spec.full_rows * spec.rotary_dim
+
+
+def upstreams_table(numbers: dict) -> torch.Tensor:
+    spec = spec_of(numbers)
+    inv_freq, scale = spec.frequencies()
+    freqs = torch.outer(torch.arange(spec.full_rows, dtype=torch.float32), inv_freq)
+    return torch.cat((freqs.cos() * scale, freqs.sin() * scale), dim=-1)
+
+
+def ours(numbers: dict) -> torch.nn.Module:
+    names = ("head_size", "rotary_dim", "max_position", "base", "is_neox_style", "rope_scaling")
+    return get_rope(*(numbers[name] for name in names), dtype=torch.bfloat16)
+
+
+def build_anew(numbers: dict) -> None:
+    clear_caches()
+    ours(numbers)
+
+
+def rotate(module: torch.nn.Module, numbers: dict) -> None:
+    module(torch.tensor([SERVED - 1]), torch.zeros(1, 1, numbers["head_size"]))
+
+
+def churn() -> tuple[tuple, tuple]:
+    """Objects, bytes and entries before and after many lookups and kills by many threads."""
+    keys = [(10000.0, True), (10000.0, False), (500.0, True)]
+
+    def state() -> tuple[int, int, int]:
+        gc.collect()
+        modules = sum(issubclass(type(o), LiveBuffers) for o in gc.get_objects())
+        return modules, cache_report()["bytes"], len(_ROPE_DICT)
+
+    def look_up() -> None:
+        for base, neox in keys:
+            get_rope(128, 128, 1024, base, neox)
+
+    def live(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(STEPS // THREADS):
+            module = get_rope(128, 128, 1024, *chance.choice(keys))
+            if chance.random() < 0.02:
+                module.to("meta")
+
+    clear_caches()
+    look_up()
+    before = state()
+    threads = [threading.Thread(target=live, args=(i,)) for i in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    look_up()
+    return before, state()
+
+
+def main() -> None:
+    logging.getLogger("live_rope").setLevel(logging.CRITICAL)
+    published = json.loads(Path(__file__).with_name("published_long_context.json").read_text())
+    set_table_limit(SERVED)
+    print(f"{'':<24}{'table, MiB':>22}{'start-up, ms':>22}{'wake, ms':>22}")
+    print(f"{'rope':<24}{'upstream':>12}{'ours':>10}{'upstream':>12}{'ours':>10}{'build':>12}{'wake':>10}")
+    held, modules = [0, 0], {}
+    startup = [0.0, 0.0]
+    for name, numbers in published.items():
+        theirs = statistics.median(seconds(partial(upstreams_table, numbers)) for _ in range(3))
+
+        mine = statistics.median(seconds(partial(build_anew, numbers)) for _ in range(5))
+        clear_caches()
+        modules[name] = module = ours(numbers)
+        wakes = []
+        for _ in range(5):
+            module.release_memory()
+            wakes.append(seconds(partial(rotate, module, numbers)))
+        sizes = upstreams_bytes(numbers), module.cos_sin_cache.nbytes
+        for side in range(2):
+            held[side] += sizes[side]
+            startup[side] += (theirs, mine)[side]
+        print(
+            f"{name:<24}{sizes[0] / 2**20:>12.1f}{sizes[1] / 2**20:>10.1f}{theirs * 1e3:>12.1f}{mine * 1e3:>10.1f}"
+            f"{mine * 1e3:>12.1f}{statistics.median(wakes) * 1e3:>10.1f}"
+        )
+    print(f"bytes: ours / upstream's = {held[1] / held[0]:.4f} (target 1/8 = 0.1250)")
+    print(f"start-up: ours / upstream's = {startup[1] / startup[0]:.4f} (target 0.1250)")
+    clear_caches()
+    live = [ours(numbers) for numbers in published.values()]
+    before = cache_report()["bytes"]
+    freed = release_memory()
+    print(
+        f"release: {freed:,} of {before:,} table bytes of {len(live)} entries freed, {cache_report()['bytes']:,} left"
+    )
+    del live, modules
+    start, end = churn()
+    print(f"{STEPS:,} lookups and kills by {THREADS} threads: modules, bytes, entries {start} before, {end} after")
+
+
+if __name__ == "__main__":
+    main()
