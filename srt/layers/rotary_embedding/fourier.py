@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.cache_liveness import DeadBufferError, LiveBuffers
+from common.cache_liveness import DeadBufferError, LiveBuffers, tensor_fault
 from common.rope_frequencies import normalize_rope
+from common.rope_kernel import live_rotate, register_live
 
 
 class FourierRotaryEmbedding(LiveBuffers):
@@ -18,7 +19,7 @@ class FourierRotaryEmbedding(LiveBuffers):
     cos and sin of the frequencies that turn at least once within ``max_position_embeddings`` are mixed by learned
     matrices, ``cos_coef`` and ``sin_coef`` ``[num_kv_heads, frequencies, frequencies]``; columns beyond are 1. Rows are
     no rotations, and each key head, with its group of query heads, has its own. The table follows the parameters, and
-    the layer is never shared.
+    the layer is never shared. Gradients flow to query and key, not to the matrices.
 
     Buffer ``cos_sin_cache``: float32 ``[max_position_embeddings, num_kv_heads * 2 * head_size]``.
 
@@ -78,8 +79,11 @@ class FourierRotaryEmbedding(LiveBuffers):
         angles = torch.outer(positions, self._frequencies())
         halves = []
         for values, name in ((angles.cos(), "cos_coef"), (angles.sin(), "sin_coef")):
-            if getattr(self, name).is_meta:
-                raise DeadBufferError(f"{name} is on meta, and the table is derived from it; load the parameters first")
+            fault = tensor_fault(getattr(self, name))
+            if fault is not None:
+                raise DeadBufferError(
+                    f"{name} is dead ({fault}), and the table is derived from it; load the parameters"
+                )
             mixing = getattr(self, name).detach().to("cpu", torch.float32)
             if not self.fope_sep_head:
                 mixing = mixing[:1].expand(self.num_kv_heads, -1, -1)
@@ -88,6 +92,10 @@ class FourierRotaryEmbedding(LiveBuffers):
             halves.append(torch.cat((half, half), dim=-1))
         return {"cos_sin_cache": torch.cat(halves, dim=-1).flatten(1).contiguous()}
 
+    def _reset(self) -> None:
+        super()._reset()
+        self._handle = register_live(self)
+
     def forward(
         self, positions: Tensor, query: Tensor, key: Tensor, offsets: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -95,15 +103,24 @@ class FourierRotaryEmbedding(LiveBuffers):
 
         Raises:
             IndexError: a position is negative or beyond ``max_position_embeddings``.
-            DeadBufferError: the table keeps being overwritten.
+            DeadBufferError: the table keeps being overwritten, or the parameters have no values.
         """
         if offsets is not None:
             positions = positions + offsets
-        rows = self._rows_of(positions.flatten()).unflatten(-1, (self.num_kv_heads, 2, self.head_size))
-        cos, sin = rows.unbind(-2)
-        return tuple(self._apply_rows(x, cos, sin) for x in (query, key))
+        return live_rotate(self, positions.flatten(), query, key, head_size=self.head_size)
 
-    def _rows_of(self, positions: Tensor) -> Tensor:
+    def rotate_now(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor | None,
+        *,
+        inplace: bool = False,
+        inverse: bool = False,
+        head_size: int | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply checked rows to ``[tokens, heads, head_size]``, or ``[tokens, heads * head_size]`` with ``head_size``.
+        ``inverse`` transposes instead of inverting, for the rows are no rotations: it is the gradient."""
         low, high = (int(bound) for bound in torch.aminmax(positions)) if positions.numel() else (0, 0)
         if low < 0 or high >= self.max_position_embeddings:
             raise IndexError(
@@ -113,15 +130,32 @@ class FourierRotaryEmbedding(LiveBuffers):
             rows = self.live("cos_sin_cache", positions.device)[positions]
             expected = self._checks["cos_sin_cache"].to(positions.device)[positions]
             if torch.equal(self.checksum(rows), expected):
-                return rows
+                return self._apply_rows(rows, query, key, inverse)
             fault = self.fault(verify=True)
             if fault is not None:
                 self.heal(*fault)
         raise DeadBufferError("cos_sin_cache of FourierRotaryEmbedding is overwritten again after each rebuild")
 
-    def _apply_rows(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_exported(
+        self, positions: Tensor, query: Tensor, key: Tensor | None, *, inplace: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """With the table as an input of the graph that is being exported, and the parameters as they are now."""
+        return self._apply_rows(F.embedding(positions, self._buffers["cos_sin_cache"]), query, key, False)
+
+    def _apply_rows(
+        self, rows: Tensor, query: Tensor, key: Tensor | None, inverse: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """A key head's row for its group of heads: float32 arithmetic, rounded once."""
-        heads = x.unflatten(-1, (self.num_kv_heads, -1, self.head_size)).to(torch.promote_types(x.dtype, torch.float32))
-        first, second = heads.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return (heads * cos.unsqueeze(-2) + turned * sin.unsqueeze(-2)).to(x.dtype).flatten(-3)
+        cos, sin = rows.unflatten(-1, (self.num_kv_heads, 1, 2, self.head_size)).unbind(-2)
+        sin = -sin if inverse else sin
+        outputs = []
+        for x in (query, key):
+            if x is None:
+                outputs.append(None)
+                continue
+            heads = x.reshape(len(x), self.num_kv_heads, -1, self.head_size)
+            heads = heads.to(torch.promote_types(x.dtype, torch.float32))
+            first, second = heads.chunk(2, dim=-1)
+            turned = heads * cos + torch.cat((-second, first), dim=-1) * sin
+            outputs.append(turned.to(x.dtype).reshape(x.shape))
+        return outputs[0], outputs[1]

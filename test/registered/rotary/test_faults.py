@@ -10,6 +10,7 @@ import torch
 
 import srt.layers.rotary_embedding as ropes
 from common import rope_kernel
+from common.cache_liveness import DeadBufferError
 from common.ci_register import register_cpu_ci
 from srt.layers.rotary_embedding import get_rope
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
@@ -134,9 +135,22 @@ def test_model_that_holds_it(case, fault, kernel, caplog):
     faults.check_model_that_holds_it({**SHARED, **OWN}[case], fault, caplog)
 
 
-@pytest.mark.parametrize("case", [*SHARED, "vision"])
+@pytest.mark.parametrize("case", [*SHARED, *OWN])
 def test_compiled_model_that_holds_it(case):
-    faults.check_compiled_model_that_holds_it({**SHARED, **OWN}[case])
+    # what takes the parameters that a table follows leaves nothing to rebuild it from
+    but = faults.TAKES_PARAMETERS if case == "fourier" else ()
+    faults.check_compiled_model_that_holds_it({**SHARED, **OWN}[case], but)
+
+
+def test_a_table_whose_parameters_are_gone_is_refused():
+    case = OWN["fourier"]
+    held = case.lookup()
+    for gone in ("moved to meta", "freed"):
+        held.to_empty(device="cpu") if gone == "freed" else held.to("meta")
+        if gone == "freed":
+            held.cos_coef.untyped_storage().resize_(0)
+        with pytest.raises(DeadBufferError, match="cos_coef is dead"):
+            case.call(held, *case.inputs())
 
 
 if __name__ == "__main__":
