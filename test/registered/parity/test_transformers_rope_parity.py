@@ -20,7 +20,7 @@ from srt.integrations.transformers import use_live_rope
 from srt.layers.rotary_embedding import get_rope_from_config
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
-register_cpu_ci(est_time=90, suite="parity-test-cpu")
+register_cpu_ci(est_time=50, suite="parity-test-cpu")
 
 MODELS = Path(transformers.__file__).parent / "models"
 ROWS = 96
@@ -71,7 +71,8 @@ each_class = pytest.mark.parametrize(("model", "stem", "name"), CASES)
 
 
 @pytest.fixture(autouse=True)
-def empty_cache():
+def small_tables(monkeypatch):
+    monkeypatch.setenv("LIVE_ROPE_TABLE_LIMIT", "8192")  # they grow where a test goes further
     yield
     _ROPE_DICT.clear()
 
@@ -109,7 +110,7 @@ def kinds_of(rotary):
 
 def probe(ours):
     """Positions ``[axes, tokens]``, different on each axis, or ``[tokens]``."""
-    last = min(ours.spec.full_rows, 1 << 16) - 1
+    last = min(ours.spec.full_rows, 8192) - 1
     positions = torch.cat((torch.arange(ROWS), torch.linspace(0, last, 16).long())).clamp(max=last)
     axes = ours.spec.pair_axes
     return positions if axes is None else torch.stack([positions.roll(7 * axis) for axis in range(1 + max(axes))])
@@ -362,7 +363,7 @@ SCALED = {
 }
 
 
-@pytest.mark.parametrize("theta", [10000.0, 500000.0, 1e6, 8_000_000.0])
+@pytest.mark.parametrize("theta", [10000.0, 8_000_000.0])
 @pytest.mark.parametrize("name", SCALED)
 def test_scaled_ropes_have_the_same_bits(name, theta):
     kind = name.partition(",")[0]
@@ -370,7 +371,7 @@ def test_scaled_ropes_have_the_same_bits(name, theta):
     config = transformers.LlamaConfig(
         hidden_size=512, num_attention_heads=4, max_position_embeddings=131072, rope_parameters=dict(parameters)
     )
-    for length in (4096, 4097, 100_000, 131072, 150_000, 400_000) if kind in ("longrope", "dynamic") else (131072,):
+    for length in (4096, 4097, 131072, 131073, 400_000) if kind in ("longrope", "dynamic") else (131072,):
         rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
         ours = get_rope_from_config(config, max_position=length)
         positions = torch.cat((torch.arange(ROWS), torch.linspace(0, length - 1, 64).long()))
