@@ -767,7 +767,6 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.op, *inputs = inputs
-        ctx.sizes = [None if x is None else x.shape for x in inputs[:2]]
         _remember(ctx, inputs, output)
         ctx.save_for_forward(*(value for value in inputs[2:] if isinstance(value, Tensor)))
 
@@ -778,12 +777,7 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, _, query, key, *rest):
-        given = query if query is not None else key
-        tangents = [
-            given.new_zeros(size) if tangent is None and size is not None else tangent
-            for tangent, size in zip((query, key), ctx.sizes)
-        ]
-        return _Rotation.apply(ctx.op, *tangents, *_remembered(ctx))
+        return _Rotation.apply(ctx.op, query, key, *_remembered(ctx))
 
     @staticmethod
     def vmap(info, in_dims, op, *inputs):

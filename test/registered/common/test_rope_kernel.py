@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common import cache_liveness, rope_kernel
 from common.cache_liveness import DeadBufferError
@@ -213,6 +215,82 @@ def test_meta_queries_give_meta():
     q, k = (x.to("meta") for x in make_pair())
     got = rotate(q, k, POSITIONS, TABLE, is_neox_style=True)
     assert [x.shape for x in got] == [q.shape, k.shape] and got[0].is_meta
+
+
+def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
+    """The kernel keeps the last call packed: whatever differs in the next must be noticed."""
+    if path == "torch":
+        pytest.skip("plain torch keeps nothing")
+    table, other = make_table(), make_table()[:, :24].contiguous()
+    wide = torch.cat((table, table[:, :4]), dim=1)[:, :32]
+    cos, sin = (half.contiguous() for half in table.chunk(2, dim=1))
+    q, k = make_pair(lead=(6,))
+    q4, k4 = make_pair(lead=(2, 3))
+    heads_first = q4.transpose(1, 2).contiguous().transpose(1, 2)
+    axis = torch.tensor([0, 1] * 8, dtype=torch.uint8)
+    positions = torch.tensor([5, 1, 62, 0, 7, 7])
+    checks = rope_kernel.row_checks(table)
+    usual = {"positions": positions, "table": table}
+    variants = [
+        ((q, k), usual),
+        ((q, None), usual),
+        ((q, k[:, :1]), usual),
+        ((q, k[:, :1].contiguous()), usual),
+        ((q[:, :2], k), usual),
+        ((q.bfloat16(), k.bfloat16()), usual),
+        ((q.half(), k.half()), usual),
+        ((q.double(), k.double()), usual),
+        ((q.flatten(1), k.flatten(1)), {**usual, "head_size": 40}),
+        ((q.view(6, 1, 120), None), usual),
+        ((q.transpose(1, 2).contiguous().transpose(1, 2), k), usual),
+        ((q[:3], k[:3]), {**usual, "positions": positions[:3]}),
+        ((q[:3], k[:3]), {**usual, "positions": positions[::2]}),
+        ((q[:3], k[:3]), {**usual, "positions": positions[::2].contiguous()}),
+        ((q4, k4), {**usual, "positions": positions[:3]}),
+        ((q4, k4), {**usual, "positions": positions.view(2, 3)}),
+        ((q4, k4), {**usual, "positions": positions.view(3, 2).t()}),
+        ((heads_first, k4), {**usual, "positions": positions[:3]}),
+        ((q, k), {**usual, "positions": positions.int()}),
+        ((q, k), {**usual, "positions": None}),
+        ((q, k), {**usual, "table": other}),
+        ((q, k), {**usual, "table": wide}),
+        ((q, k), {**usual, "table": table[1:]}),
+        ((q, k), {**usual, "table": cos, "sin": sin}),
+        ((q, k), {**usual, "table": cos, "sin": sin.repeat(1, 2)[:, :16]}),
+        ((q, k), {**usual, "row_checks": checks}),
+        ((q, k), {**usual, "row_checks": checks.repeat_interleave(2)[::2]}),
+        ((q, k), {**usual, "scale": 1.0}),
+        ((q, k), {**usual, "inverse": True}),
+        ((q, k), {**usual, "is_neox_style": False}),
+        ((q, k), {**usual, "positions": torch.stack((positions, positions.flip(0))), "pair_axis": axis}),
+        ((q, k), {**usual, "positions": torch.stack((positions, positions.flip(0))), "pair_axis": axis.flip(0)}),
+        ((q, k), {**usual, "inplace": True}),
+    ]
+
+    def run(variant):
+        heads, keywords = variant
+        if keywords.get("inplace"):
+            heads = [x.clone() for x in heads]
+        return rotate(*heads, **{"is_neox_style": True, **keywords})
+
+    def alone(variant):
+        rope_kernel._call.layout = None
+        return run(variant)
+
+    fresh = [alone(variant) for variant in variants]
+    for first, second in itertools.permutations(range(len(variants)), 2):
+        alone(variants[first])
+        got = run(variants[second])
+        for x, y in zip(got, fresh[second]):
+            assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride()), (first, second)
+    for row, error in ((positions + 2, PositionError), (positions - 1, PositionError)):
+        run(variants[0])
+        with pytest.raises(error):
+            rotate(q, k, row, table, is_neox_style=True)
+    for dead in (freed(table), freed(table, 4000), table.to("meta")):
+        run(variants[0])
+        with pytest.raises(DeadBufferError):
+            rotate(q, k, positions, dead, is_neox_style=True)
 
 
 # refusals, before anything is written
@@ -440,6 +518,47 @@ def test_tensor_subclasses_keep_their_class():
     got = rotated(q.as_subclass(Marked))
     assert type(got) is Marked and torch.equal(got.as_subclass(torch.Tensor), rotated(q))
     assert torch.equal(rotated(nn.Parameter(q, requires_grad=False)), rotated(q))
+
+
+class Unwrapping(torch.Tensor):
+    """A subclass that sees each operator, as DTensor does, and holds its values elsewhere."""
+
+    seen: ClassVar[list[str]] = []
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.seen.append(str(func))
+        return func(*(x.inner if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+class Watching(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("inplace", (False, True))
+def test_modes_and_subclasses_that_watch_operators_see_the_rotation(inplace):
+    name = "live_rope.rotate_.default" if inplace else "live_rope.rotate.default"
+    q, _ = make_pair()
+    want = rotated(q)
+    inner = q.clone()
+    got = rotate(Unwrapping(inner), None, POSITIONS, TABLE, is_neox_style=True, inplace=inplace)[0]
+    assert Unwrapping.seen[-1] == name and torch.equal(inner if inplace else got, want)
+    with Watching() as mode:
+        got, _ = rotate(q, None, POSITIONS, TABLE, is_neox_style=True, inplace=inplace)
+    assert name in mode.seen and torch.equal(got, want)
 
 
 def test_fake_mode_gives_shapes_and_mixing_is_refused():
