@@ -4,6 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #if defined(__GNUC__)
 #include <pthread.h>
 #define EXPORT __attribute__((visibility("default")))
@@ -928,6 +931,24 @@ static void rotate_piece(job *todo, int64_t begin, int64_t end) {
     }
 }
 
+/* A large new tensor has no pages yet, and getting them one by one takes longer than filling them: ask for huge ones.
+ * The kernel (of the system) may decline; nothing depends on it. */
+static void prepare_output(const rope_call *call, int key) {
+#if defined(MADV_HUGEPAGE)
+    const int64_t *stride = key ? call->k_out_stride : call->q_out_stride, page = 1 << 21;
+    int64_t heads = key ? call->k_heads : call->q_heads;
+    int64_t reach = (call->batch - 1) * stride[0] + (call->seq - 1) * stride[1] + (heads - 1) * stride[2] + call->head_dim;
+    uintptr_t begin = (uintptr_t)(key ? call->k_out : call->q_out), end = begin + (uintptr_t)(reach * element_size(call));
+    if (heads == 0 || (key ? call->k == call->k_out : call->q == call->q_out) || reach * element_size(call) < 2 * page)
+        return;
+    begin = (begin + (uintptr_t)page - 1) / (uintptr_t)page * (uintptr_t)page;
+    end = end / (uintptr_t)page * (uintptr_t)page;
+    if (begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+#else
+    (void)call, (void)key;
+#endif
+}
+
 /* ---- The interface. ---- */
 
 static int side_is_good(const rope_call *call, const void *in, const void *out, int64_t heads, const int64_t *in_stride,
@@ -972,6 +993,7 @@ EXPORT int rope_rotate(rope_call *call) {
     }
     int fault = check_call(&todo);
     if (fault) return fault;
+    for (int key = 0; key < 2; key++) prepare_output(call, key);
     todo.piece = rotate_piece;
     todo.total = call->batch * call->seq;
     share(&todo, call->threads, todo.total * (call->q_heads + call->k_heads) * call->head_dim * element_size(call),
