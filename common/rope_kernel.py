@@ -105,12 +105,13 @@ def _torch_pool() -> int:
 
 _library = _load()
 _pool = _torch_pool() if _library is not None else 0
+_forked = False
 
 
 def _after_fork() -> None:
     """The pool's threads stayed in the parent, and waiting for them would never end."""
-    global _pool, _registering
-    _pool = 0
+    global _pool, _forked, _registering
+    _pool, _forked = 0, True
     _registering = threading.Lock()
 
 
@@ -484,7 +485,7 @@ def _other_kernel(query: Tensor) -> Callable:
     asked = _WANTED == "triton" or (_WANTED == "auto" and query.device.type in ("cuda", "xpu"))
     if asked and query.dtype in _DTYPES:
         return _triton_kernel() or _rotate_plainly
-    return _rotate_plainly
+    return _rotate_in_a_thread if _forked else _rotate_plainly
 
 
 @functools.cache
@@ -497,6 +498,16 @@ def _triton_kernel() -> Callable | None:
         logger.info("triton cannot be imported, rotating on the GPU with plain torch: %s", error)
         return None
     return rotate_by_triton
+
+
+def _rotate_in_a_thread(query, *arguments):
+    """In a forked child torch's own operators wait for ever for the threads of the parent; a fresh thread starts its own."""
+
+    def rotated():
+        with torch.inference_mode(query.is_inference()):
+            return _rotate_plainly(query, *arguments)
+
+    return cache_liveness.born_clean(rotated)
 
 
 def _rotate_plainly(query, key, positions, table, sin, pair_axis, row_checks, scale, neox, inverse, inplace):

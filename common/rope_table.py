@@ -113,7 +113,7 @@ class RopeTable(LiveBuffers):
         """Grow the table over ``positions``, geometrically; IndexError where that cannot be."""
         if error.position < 0:
             raise IndexError(f"position {error.position} is negative")
-        need = (error.position if positions is None else int(positions.max())) + 1
+        need = (error.position if positions is None else int(cache_liveness.born_clean(positions.max))) + 1
         if need <= self._rows:  # grown meanwhile, or the table was cut short
             self._look_again()
             return

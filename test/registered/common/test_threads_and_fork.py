@@ -181,8 +181,6 @@ def test_a_forked_child_rotates_heals_grows_and_builds(kernel, monkeypatch):
         question(base, seed)
 
     def work():
-        if kernel == "torch":
-            torch.set_num_threads(1)  # as every forked child of torch must, for torch's own operators
         rope(torch.arange(4096), big)
         right = rotates_right(rope, 10000.0, 1)
         rope.to("meta")
