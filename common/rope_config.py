@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 # Where a multimodal config keeps its language model's.
-_TEXT_CONFIGS = ("text_config", "language_config", "llm_config", "thinker_config", "decoder")
+_TEXT_CONFIGS = tuple("text_config language_config llm_config thinker_config vlm_config decoder decoder_config".split())
 _THETAS = ("rope_theta", "rotary_emb_base", "rotary_embedding_base", "rope_base", "theta", "rotary_base")
 _PARTIALS = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction")
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx", "model_max_length")
@@ -145,10 +145,10 @@ _LOCAL_THETAS = ("rope_local_base_freq", "local_rope_theta", "rope_local_theta")
 _NOT_OF_THE_ROPE = ("rope_theta", "llama_4_scaling_beta", "max_position_embeddings", *_PARTIALS)
 # Fields of a config that name a rope and are read here, or do not change its values (which layers have one, say).
 _READ_OR_HARMLESS = frozenset(
-    """rope_parameters rope_scaling rope_interleave rope_type rotary rotary_emb_interleaved rotary_dim rotary_ndims rope_ratio qk_rope_head_dim
-    qk_nope_head_dim global_rope_theta compress_rope_theta rope_scaling_layers no_rope_layers no_rope_layer_interval
-    nope_layer_interval use_rope use_rotary_embedding layer_rope_theta rotary_value rope_enabled use_mem_rope
-    ignore_keys_at_rope_validation""".split()
+    """rope_parameters rope_scaling rope_interleave rope_type rotary rotary_emb_interleaved rotary_dim rotary_ndims
+    rope_ratio qk_rope_head_dim qk_nope_head_dim global_rope_theta compress_rope_theta rope_scaling_layers
+    no_rope_layers no_rope_layer_interval nope_layer_interval use_rope use_rotary_embedding layer_rope_theta
+    rotary_value rope_enabled use_mem_rope ignore_keys_at_rope_validation""".split()
 ) | {*_THETAS, *_PARTIALS, *_LOCAL_THETAS}
 
 

@@ -12,6 +12,7 @@ from srt.layers.rotary_embedding.factory import (
 )
 from srt.layers.rotary_embedding.fourier import FourierRotaryEmbedding
 from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from srt.layers.rotary_embedding.mrope_positions import get_next_input_positions, get_rope_index
 from srt.layers.rotary_embedding.scaling import (
     DeepseekScalingRotaryEmbedding,
     DynamicNTKAlphaRotaryEmbedding,
@@ -52,8 +53,10 @@ __all__ = [
     "YaRNScalingMRotaryEmbedding",
     "YaRNScalingRotaryEmbedding",
     "_get_live_rope_cache_entry",
+    "get_next_input_positions",
     "get_rope",
     "get_rope_cpu",
     "get_rope_from_config",
+    "get_rope_index",
     "get_rope_wrapper",
 ]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from srt.layers.rotary_embedding.base import RotaryEmbedding
+from srt.layers.rotary_embedding.mrope_positions import get_next_input_positions, get_rope_index
 
 
 class MRotaryEmbedding(RotaryEmbedding):
@@ -18,6 +19,9 @@ class MRotaryEmbedding(RotaryEmbedding):
         mrope_interleaved: axes in turn (Qwen3-VL) instead of one after another.
         mrope_interleaved_glm: axes in turn, a used-up one passed over (GLM).
     """
+
+    get_rope_index = staticmethod(get_rope_index)
+    get_next_input_positions = staticmethod(get_next_input_positions)
 
     def __init__(
         self,

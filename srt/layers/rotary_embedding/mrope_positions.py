@@ -57,6 +57,7 @@ def get_rope_index(
     spatial_merge_size: int,
     image_token_id: int,
     video_token_id: int | None,
+    vision_start_token_id: int | None,
     model_type: str,
     tokens_per_second: float | None = None,
     input_ids: Tensor | None = None,
@@ -77,6 +78,7 @@ def get_rope_index(
     Args:
         spatial_merge_size: patches of a side that became one token (``vision_config.spatial_merge_size``).
         image_token_id, video_token_id, video_start_token_id, video_end_token_id: see :func:`mm_token_types`.
+        vision_start_token_id: as upstream; not needed, since the types of tokens and the grids say all.
         model_type: Qwen2-VL's, Qwen2.5-VL's, Qwen3-VL's, Qwen3.5's, GLM-4V's and kin, as ``config.model_type`` says.
         tokens_per_second: of Qwen2.5-VL's ``vision_config``.
         input_ids: int, ``[batch, tokens]`` or ``[tokens]``.
@@ -107,6 +109,7 @@ def get_rope_index(
             spatial_merge_size,
             image_token_id,
             video_token_id,
+            vision_start_token_id,
             model_type,
             tokens_per_second,
             input_ids[None],

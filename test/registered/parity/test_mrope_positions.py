@@ -12,6 +12,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from common.ci_register import register_cpu_ci
+from srt.layers.rotary_embedding import MRotaryEmbedding
 from srt.layers.rotary_embedding.mrope_positions import get_next_input_positions, get_rope_index, mm_token_types
 
 register_cpu_ci(est_time=15, suite="parity-test-cpu")
@@ -92,7 +93,18 @@ def test_positions_and_delta_equal_transformers(model_type, as_list):
         kinds = mm_token_types(ids, image_token_id=IMAGE, video_token_id=video_token, **glm)
         theirs = transformers_rope_index(model_type, ids, kinds, images, videos, seconds, mask)
         ours = get_rope_index(
-            MERGE, IMAGE, video_token, model_type, PER_SECOND, ids, images, videos, seconds, attention_mask=mask, **glm
+            MERGE,
+            IMAGE,
+            video_token,
+            START,
+            model_type,
+            PER_SECOND,
+            ids,
+            images,
+            videos,
+            seconds,
+            attention_mask=mask,
+            **glm,
         )
         assert torch.equal(ours[0], theirs[0])
         assert torch.equal(ours[1], theirs[1])
@@ -100,30 +112,39 @@ def test_positions_and_delta_equal_transformers(model_type, as_list):
 
 def test_one_image_between_text():
     ids = torch.tensor([1, 2, *[IMAGE] * 6, 3])
-    positions, delta = get_rope_index(2, IMAGE, VIDEO, "qwen2_vl", input_ids=ids, image_grid_thw=[[1, 4, 6]])
+    positions, delta = get_rope_index(2, IMAGE, VIDEO, START, "qwen2_vl", input_ids=ids, image_grid_thw=[[1, 4, 6]])
     time, height, width = [0, 1, *[2] * 6, 5], [0, 1, 2, 2, 2, 3, 3, 3, 5], [0, 1, 2, 3, 4, 2, 3, 4, 5]
     assert positions.tolist() == [time, height, width]
     assert delta.tolist() == [6 - 9]
     assert get_next_input_positions(int(delta), 9, 11).tolist() == [[6, 7]] * 3
 
 
+def test_the_layer_has_them_as_upstreams_does():
+    ids = torch.arange(5)
+    positions, delta = MRotaryEmbedding.get_rope_index(2, IMAGE, VIDEO, START, "qwen2_vl", None, ids)
+    assert positions.tolist() == [list(range(5))] * 3
+    assert MRotaryEmbedding.get_next_input_positions(int(delta), 5, 6).tolist() == [[5]] * 3
+
+
 def test_text_alone_counts_up():
-    positions, delta = get_rope_index(2, IMAGE, VIDEO, "qwen3_vl", input_ids=torch.arange(8).view(2, 4))
+    positions, delta = get_rope_index(2, IMAGE, VIDEO, START, "qwen3_vl", input_ids=torch.arange(8).view(2, 4))
     assert positions.tolist() == [[[0, 1, 2, 3]] * 2] * 3
     assert delta.tolist() == [[0], [0]]
 
 
 def test_images_side_by_side_are_told_apart_by_their_grids():
     ids = torch.tensor([*[IMAGE] * 5, 1])
-    positions, _ = get_rope_index(1, IMAGE, VIDEO, "qwen2_vl", input_ids=ids, image_grid_thw=[[1, 2, 2], [1, 1, 1]])
+    positions, _ = get_rope_index(
+        1, IMAGE, VIDEO, START, "qwen2_vl", input_ids=ids, image_grid_thw=[[1, 2, 2], [1, 1, 1]]
+    )
     assert positions[1].tolist() == [0, 0, 1, 1, 2, 3]
 
 
 def test_text_after_a_long_video_by_either_convention():
     ids = torch.tensor([*[VIDEO] * 10, 1])
     arguments = dict(input_ids=ids, video_grid_thw=[[10, 2, 2]])
-    assert get_rope_index(2, IMAGE, VIDEO, "qwen2_vl", **arguments)[0][:, -1].tolist() == [1] * 3
-    last = get_rope_index(2, IMAGE, VIDEO, "qwen2_vl", **arguments, text_continues="last")
+    assert get_rope_index(2, IMAGE, VIDEO, START, "qwen2_vl", **arguments)[0][:, -1].tolist() == [1] * 3
+    last = get_rope_index(2, IMAGE, VIDEO, START, "qwen2_vl", **arguments, text_continues="last")
     assert last[0][:, -1].tolist() == [10] * 3
     assert last[1].tolist() == [0]
 
@@ -148,12 +169,12 @@ def test_text_after_a_long_video_by_either_convention():
 )
 def test_what_does_not_fit_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        get_rope_index(2, IMAGE, VIDEO, **arguments)
+        get_rope_index(2, IMAGE, VIDEO, START, **arguments)
 
 
 def test_positions_do_not_depend_on_the_default_device_or_dtype():
     ids = torch.tensor([1, *[VIDEO] * 6, 3])
-    arguments = (2, IMAGE, VIDEO, "qwen2_5_vl", 25, ids, None, [[3, 2, 4]], [0.3])
+    arguments = (2, IMAGE, VIDEO, START, "qwen2_5_vl", 25, ids, None, [[3, 2, 4]], [0.3])
     expected = get_rope_index(*arguments)
     with torch.device("meta"):
         torch.set_default_dtype(torch.bfloat16)

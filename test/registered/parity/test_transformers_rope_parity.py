@@ -306,6 +306,30 @@ def test_a_config_json_without_its_rope_reads_as_its_class_would():
     assert read > 150
 
 
+def test_a_config_of_several_parts_reads_as_its_text_part():
+    read = 0
+    for path in sorted(MODELS.glob("*/configuration_*.py")):
+        module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        for kind in vars(module).values():
+            if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedConfig)):
+                continue
+            try:
+                config = kind()
+                text = config.get_text_config()
+            except Exception:  # noqa: BLE001 - a class without a default config says so in many ways
+                continue
+            if text is config or not getattr(text, "rope_parameters", None):
+                continue
+            for layer_type in layer_types(text) or (None,):
+                try:
+                    expected = reading(text, layer_type)
+                except ValueError:  # one of those not covered, see above
+                    continue
+                assert reading(config, layer_type) == reading(config.to_dict(), layer_type) == expected
+                read += 1
+    assert read > 100
+
+
 LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
 
