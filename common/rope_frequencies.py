@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
+import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -443,9 +444,12 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
     if layout == "chunked":
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))
     if layout == "interleaved":
-        axes = [0] * pairs
-        for axis in range(1, len(section)):
-            for pair in range(axis, section[axis] * len(section), len(section)):
+        turns, axes = len(section), [0] * pairs
+        for axis in range(1, turns):
+            taken = range(axis, section[axis] * turns, turns)
+            if taken and taken[-1] >= pairs:
+                raise ValueError(f"mrope_section is {tuple(section)}; its axes cannot take turns in {pairs} pairs")
+            for pair in taken:
                 axes[pair] = axis
         return tuple(axes)
     if layout == "glm":
@@ -693,6 +697,9 @@ def _normalize(
     if name is None and set(scaling) <= _BOOKKEEPING:
         name = "default"
     kind = _SPELLINGS.get(name, name)
+    layers = [key for key, value in scaling.items() if isinstance(value, dict)]
+    if name is None and layers:
+        raise ValueError(f"rope_scaling has a rope for each layer type; expected one of those of {', '.join(layers)}")
     if kind not in ROPE_TYPES:
         known = ", ".join(sorted((*ROPE_TYPES, *_SPELLINGS)))
         raise ValueError(f"rope_type of rope_scaling is {name!r}; known are {known}")
@@ -770,7 +777,8 @@ def _parameters(
 def _check_number(name: str, value: Any, positive: bool) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; expected a number")
-    if not math.isfinite(value) or (positive and value <= 0):
+    finite = abs(value) <= sys.float_info.max  # an int may be too large for math.isfinite
+    if not finite or (positive and value <= 0):
         raise ValueError(f"{name} is {value!r}; expected a {'positive, ' if positive else ''}finite number")
 
 
