@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from common import rope_kernel
+from common.cache_liveness import DeadBufferError
 from common.ci_register import register_cpu_ci
 from multimodal_gen.runtime.layers.rotary_embedding import get_rope
+from multimodal_gen.runtime.layers.rotary_embedding.apply import apply_rotary_emb
 from multimodal_gen.runtime.layers.rotary_embedding.factory import _ROPE_DICT
 
 register_cpu_ci(est_time=30, suite="base-a-test-cpu")
@@ -90,6 +92,24 @@ def test_model_that_holds_it(case, fault, kernel, caplog):
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_model_that_holds_it(case):
     faults.check_compiled_model_that_holds_it(CASES[case])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("nbytes", [0, 16])
+def test_cos_and_sin_without_memory_are_refused(dtype, nbytes):
+    rope, query = Interleaved().lookup(), torch.randn(1, TOKENS, 2, DIM)
+    table = torch.ones(TOKENS, DIM // 2, dtype=dtype)
+    table.untyped_storage().resize_(nbytes)
+    given = {"complex_freqs": table} if dtype.is_complex else {"cos": table, "sin": torch.zeros(TOKENS, DIM // 2)}
+    with pytest.raises(DeadBufferError, match=r"(complex_freqs|cos) is dead \(storage"):
+        rope(query, **given)
+    if not dtype.is_complex:
+        wide = torch.ones(TOKENS, DIM, dtype=dtype)
+        wide.untyped_storage().resize_(nbytes)
+        with pytest.raises(RuntimeError, match="cos is dead|out of bounds"):  # ours, or PyTorch's where it is sliced
+            apply_rotary_emb(query, (wide, torch.zeros(TOKENS, DIM)), sequence_dim=1)
+    meta = {name: torch.ones(TOKENS, DIM // 2, dtype=part.dtype, device="meta") for name, part in given.items()}
+    assert rope(query.to("meta"), **meta)[0].is_meta
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.cache_liveness import DeadBufferError, tensor_fault
 from common.rope_kernel import rotate
 
 
@@ -61,6 +62,7 @@ def _rotate(
     query: Tensor, key: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """The op on ``[B, S, H, D]`` with a row for each token, ``[S, R/2]``, or one for each sample's, ``[B, S, R/2]``."""
+    check_memory(query, cos=cos, sin=sin)
     positions = None
     if cos.ndim == 3:
         batch, rows = cos.shape[:2]
@@ -73,6 +75,18 @@ def _rotate(
             raise ValueError(f"cos has a batch of {batch}, query one of {query.shape[0]}")
     tables = [t.to(device=query.device, dtype=torch.float32).contiguous() for t in (cos, sin)]
     return rotate(query, key, positions, tables[0], sin=tables[1], is_neox_style=not interleaved, inplace=inplace)
+
+
+def check_memory(query: Tensor, **tables: Tensor) -> None:
+    """DeadBufferError for a table without memory: casting one whose storage was freed would end the process."""
+    if query.is_meta or torch.compiler.is_compiling():  # nothing is read
+        return
+    for name, table in tables.items():
+        fault = tensor_fault(table)
+        if fault not in (None, "fake"):
+            raise DeadBufferError(
+                f"{name} is dead ({fault}) while query lies on {query.device}; pass one with its values"
+            )
 
 
 def _one_of_two(cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:

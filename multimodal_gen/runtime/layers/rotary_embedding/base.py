@@ -11,6 +11,8 @@ from common.rope_frequencies import RopeSpec, normalize_rope
 from common.rope_kernel import live_rotate, rotate
 from common.rope_table import RopeTable
 
+from .apply import check_memory
+
 
 class RotaryEmbedding(RopeTable):
     """Rotary position embedding (RoFormer, arXiv 2104.09864) for queries ``[batch, seq, heads, head_size]``.
@@ -91,11 +93,13 @@ class RotaryEmbedding(RopeTable):
                 raise ValueError("complex_freqs and cos/sin were both given; expected one of them")
             if not complex_freqs.is_complex():
                 raise ValueError(f"complex_freqs has dtype {complex_freqs.dtype}; expected a complex one")
+            check_memory(query, complex_freqs=complex_freqs)
             freqs = complex_freqs.squeeze(-2) if complex_freqs.dim() == 3 else complex_freqs
             cos, sin = freqs.real, freqs.imag
         if (cos is None) != (sin is None):
             raise ValueError(f"only {'sin' if cos is None else 'cos'} was given; expected cos and sin together")
         if cos is not None:
+            check_memory(query, cos=cos, sin=sin)
             return rotate(
                 query,
                 key,
