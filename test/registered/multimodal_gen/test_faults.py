@@ -106,7 +106,7 @@ def test_cos_and_sin_without_memory_are_refused(dtype, nbytes):
     if not dtype.is_complex:
         wide = torch.ones(TOKENS, DIM, dtype=dtype)
         wide.untyped_storage().resize_(nbytes)
-        with pytest.raises(RuntimeError, match="cos is dead|out of bounds"):  # ours, or PyTorch's where it is sliced
+        with pytest.raises(RuntimeError, match=r"cos is dead|out of bounds"):  # ours, or PyTorch's where it is sliced
             apply_rotary_emb(query, (wide, torch.zeros(TOKENS, DIM)), sequence_dim=1)
     meta = {name: torch.ones(TOKENS, DIM // 2, dtype=part.dtype, device="meta") for name, part in given.items()}
     assert rope(query.to("meta"), **meta)[0].is_meta
