@@ -584,7 +584,9 @@ def _plain(query: Tensor, key: Tensor | None, positions: Tensor | None, table: T
         return False
     if torch.is_grad_enabled() and (query.requires_grad or (key is not None and key.requires_grad)):
         return False
-    return _dispatch_modes() == 0 and not _tracing() and not _transformed()
+    if _dispatch_modes() or _tracing():
+        return False
+    return _functorch_level() is None and getattr(forward_ad, "_current_level", -1) < 0
 
 
 def _transformed() -> bool:

@@ -148,8 +148,7 @@ class RopeTable(LiveBuffers):
         see :func:`common.rope_kernel.rotate`), by a table that was checked, healed and grown as needed before anything
         is written. Where the rope's positions have several axes, positions of one dimension are the same on all of
         them (text). For tensors that need the kernel alone: :func:`common.rope_kernel.live_rotate` minds the others."""
-        device = query.device
-        if device.type == "meta":
+        if query.is_meta:
             empty = torch.empty_like
             return (query, key) if inplace else (empty(query), None if key is None else empty(key))
         pair_axis = None if positions is None or positions.dim() == 1 else self._pair_axis
@@ -159,7 +158,7 @@ class RopeTable(LiveBuffers):
                 lock.acquire()
             try:
                 # another tensor of the same memory, which nobody takes away from it while rows are read
-                table = self.live("cos_sin_cache", device).data
+                table = self.live("cos_sin_cache", query.device).data
                 checks = self._checks.get("cos_sin_cache")
                 flags = self.is_neox_style, inverse, inplace, head_size
                 return rotate_now(query, key, positions, table, None, pair_axis, checks, 0.0, *flags)
