@@ -63,7 +63,7 @@ class FourierRotaryEmbedding(LiveBuffers):
         for name in self.learned:
             identity = torch.eye(frequencies, dtype=torch.float32, device=device).repeat(num_kv_heads, 1, 1)
             self.register_parameter(name, nn.Parameter(identity, requires_grad=False))
-        self.build_buffers(device)
+        self.build_buffers(self.cos_coef.device)  # a loader may have taken the parameters to meta at once
 
     def _frequencies(self) -> Tensor:
         inv_freq, _ = self.spec.frequencies()
