@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from common.cache_liveness import born_clean
 from common.rope_config import read_rope_config
+from common.rope_frequencies import RopeSpec
 from srt.layers.rotary_embedding.base import RotaryEmbedding
 from srt.layers.rotary_embedding.factory import get_rope_from_config
 
@@ -137,6 +138,7 @@ class LiveRotaryEmbedding(nn.Module):
         self._names: dict[str | None, list[str]] = {}
         self._limits: dict[str | None, int | None] = {}
         self._frequencies: dict[str, tuple[tuple[float, ...], float]] = {}
+        self._longest: dict[str, int] = {}  # of dynamic ropes: the length that their frequencies are those of
         for kind, pair in ropes.items():
             self._limits[kind] = pair[0][1]
             self._names[kind] = []
@@ -144,8 +146,13 @@ class LiveRotaryEmbedding(nn.Module):
                 name = (kind or "rope") + ("" if len(pair) == 1 else "_long" if limit is None else "_short")
                 self.add_module(name, rope)
                 self._names[kind].append(name)
-                inv_freq, scale = born_clean(rope.spec.frequencies)
-                self._frequencies[name] = (tuple(inv_freq.tolist()), scale)
+                self._know(name, rope.spec)
+                if _is_dynamic(rope.spec):
+                    self._longest[name] = rope.spec.max_position
+
+    def _know(self, name: str, spec: RopeSpec) -> None:
+        inv_freq, scale = born_clean(spec.frequencies)
+        self._frequencies[name] = (tuple(inv_freq.tolist()), scale)
 
     def forward(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         """As the module that it stands for: ``x`` gives dtype and device.
@@ -167,7 +174,9 @@ class LiveRotaryEmbedding(nn.Module):
         if self._form.layout == "complex":  # torch.polar rounds otherwise than cos and sin: no table has its bits
             angles, scale = self._angles(name, positions)
             return torch.polar(torch.ones_like(angles), angles) * scale
-        if positions.is_floating_point():
+        if name in self._longest:
+            self._follow(name, int(positions.max()) + 1)
+        if name in self._longest or positions.is_floating_point():
             angles, scale = self._angles(name, positions)
             cos, sin = angles.cos() * scale, angles.sin() * scale
         else:
@@ -176,6 +185,15 @@ class LiveRotaryEmbedding(nn.Module):
             cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         return _LAYOUTS[self._form.layout](cos, sin)
 
+    def _follow(self, name: str, length: int) -> None:
+        """Take the frequencies of the longest sequence so far, until one fits the original length, as transformers do."""
+        spec, longest = self._modules[name].spec, self._longest[name]
+        now = spec.max_position if length < spec.max_position else max(length, longest)
+        if now != longest:
+            self._longest[name] = now
+            params = {**dict(spec.params), "seq_len": now}
+            self._know(name, replace(spec, params=tuple(sorted(params.items()))))
+
     def _angles(self, name: str, positions: Tensor) -> tuple[Tensor, float]:
         """The angles of ``positions``, float32 ``[..., pairs]``, and the factor on cos and sin."""
         values, scale = self._frequencies[name]
@@ -183,6 +201,10 @@ class LiveRotaryEmbedding(nn.Module):
         axes = self._modules[name].spec.pair_axes
         each = positions[..., None] if axes is None else positions[list(axes)].movedim(0, -1)
         return each.float() * inv_freq, scale
+
+
+def _is_dynamic(spec: RopeSpec) -> bool:
+    return spec.rope_type == "dynamic" and dict(spec.params)["alpha"] is None
 
 
 def cos_sin(rope: RotaryEmbedding, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -269,17 +291,10 @@ def _ropes(config: Any, kind: str | None, max_position: int | None) -> list[tupl
         longest = _FIRST_ROWS
     try:
         first = rope(min(max_position or _FIRST_ROWS, longest))
-        params = dict(first.spec.params)
-        if first.spec.rope_type == "dynamic" and params["alpha"] is None:
-            raise _Unequal(
-                "its frequencies follow the longest sequence that its model has seen, which cannot be shared"
-            )
         if first.spec.rope_type == "longrope":
-            original = params["original_max_position_embeddings"]
+            original = dict(first.spec.params)["original_max_position_embeddings"]
             return [(rope(original), original), (rope(None), None)]
         return [(first, None)]
-    except _Unequal:
-        raise
     except (TypeError, ValueError) as error:
         raise _Unequal(f"its config is not understood ({error})") from error
 
@@ -309,8 +324,11 @@ def _same_rope(
     """Whether both give the same bits for the rope of a layer type, on either side of its limit."""
     x = torch.zeros((1, 1, 8), dtype=torch.bfloat16, device="cpu")
     extra = () if kind is None else (kind,)
-    for rope, limit in pair:
-        for positions in _probes(rope, limit, axis):
+    lengths = [limit or rope.spec.full_rows for rope, limit in pair]
+    if _is_dynamic(pair[0][0].spec):  # within, beyond, beyond and shorter, within again
+        lengths = [lengths[0], 3 * lengths[0], 2 * lengths[0], lengths[0] - 1]
+    for length in lengths:
+        for positions in _probes(length, pair[0][0].spec.pair_axes, axis):
             try:
                 theirs = fresh(x, positions, *extra)
             except (TypeError, ValueError, IndexError, RuntimeError, AttributeError):
@@ -322,15 +340,14 @@ def _same_rope(
     return True
 
 
-def _probes(rope: RotaryEmbedding, limit: int | None, axis: int | None) -> list[Tensor]:
-    """Positions to compare at, in the shapes in which a class may take them: the first ones and some up to the last,
+def _probes(length: int, axes: tuple[int, ...] | None, axis: int | None) -> list[Tensor]:
+    """Positions to compare at, in the shapes in which a class may take them: the first ones and some up to ``length``,
     different on each axis."""
-    last = min(rope.spec.full_rows, limit or rope.spec.full_rows) - 1
-    far = torch.linspace(0, last, 16, dtype=torch.float64, device="cpu").long()
-    line = torch.cat((torch.arange(64, device="cpu").clamp(max=last), far))
-    if axis is None:
+    far = torch.linspace(0, length - 1, 16, dtype=torch.float64, device="cpu").long()
+    line = torch.cat((torch.arange(64, device="cpu").clamp(max=length - 1), far))
+    if axes is None:
         return [torch.stack((line, line.flip(0)))]
-    rows = torch.stack([line.roll(7 * a) for a in range(1 + max(rope.spec.pair_axes))])
+    rows = torch.stack([line.roll(7 * a) for a in range(1 + max(axes))])
     return [rows[:, None]] if axis == 0 else [rows.T.contiguous(), rows.T.contiguous()[None]]
 
 

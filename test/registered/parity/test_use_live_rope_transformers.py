@@ -255,12 +255,34 @@ def test_positions_between_whole_numbers():
     assert all(torch.equal(a, b) for a, b in zip(holder.rotary_emb(x, positions), right))
 
 
-def test_what_cannot_be_swapped_is_reported():
+def test_dynamic_follows_the_longest_sequence_until_a_short_one():
     dynamic = dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=dynamic))
+    config = transformers.LlamaConfig(**{**SMALL, "max_position_embeddings": 64}, rope_parameters=dynamic)
+    lengths = (40, 64, 65, 200, 100, 64, 63, 80, 300, 12, 64)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    right = [logits(model, n) for n in lengths]
     report = use_live_rope(model)
-    assert not report.swapped and "longest sequence" in report.kept["model.rotary_emb"]
-    assert "model.rotary_emb" in str(report)
+    assert report.swapped and not report.kept, str(report)
+    for _ in range(2):
+        assert all(torch.equal(logits(model, n), expected) for n, expected in zip(lengths, right))
+        for table in text_rope(model).buffers():
+            table.data.fill_(3.0)
+
+
+def test_what_cannot_be_swapped_is_reported():
+    config = transformers.EsmConfig(
+        vocab_size=32,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        pad_token_id=0,
+        position_embedding_type="rotary",
+    )
+    model = transformers.EsmModel(config)
+    report = use_live_rope(model)
+    assert not report.swapped and "part of the state dict" in report.kept["rotary_embeddings"]
+    assert "rotary_embeddings" in str(report)
 
 
 if __name__ == "__main__":
