@@ -231,6 +231,9 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
     positions = torch.tensor([5, 1, 62, 0, 7, 7])
     checks = rope_kernel.row_checks(table)
     usual = {"positions": positions, "table": table}
+    fused = [torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in (q, k)]
+    square = torch.cat((q, q))[:3]
+    memory = torch.cat((table.flatten(), torch.ones(256)))
     variants = [
         ((q, k), usual),
         ((q, None), usual),
@@ -265,12 +268,19 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
         ((q, k), {**usual, "positions": torch.stack((positions, positions.flip(0))), "pair_axis": axis}),
         ((q, k), {**usual, "positions": torch.stack((positions, positions.flip(0))), "pair_axis": axis.flip(0)}),
         ((q, k), {**usual, "inplace": True}),
+        (fused, usual),
+        (fused, {**usual, "inplace": True}),
+        ((square, None), {**usual, "positions": positions[:3]}),
+        ((square, None), {**usual, "positions": positions[:3], "head_size": 40}),
+        ((q, k), {**usual, "table": table[:, :24]}),
+        ((q, k), {**usual, "table": memory.as_strided((64, 32), (32, 1))}),
+        ((q, k), {**usual, "table": memory.as_strided((64, 32), (34, 1))}),
     ]
 
     def run(variant):
         heads, keywords = variant
         if keywords.get("inplace"):
-            heads = [x.clone() for x in heads]
+            heads = [torch.cat((x, x), dim=1)[:, : x.shape[1]] for x in heads]
         return rotate(*heads, **{"is_neox_style": True, **keywords})
 
     def alone(variant):
@@ -283,14 +293,32 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
         got = run(variants[second])
         for x, y in zip(got, fresh[second]):
             assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride()), (first, second)
-    for row, error in ((positions + 2, PositionError), (positions - 1, PositionError)):
-        run(variants[0])
+    cut = table.clone()
+    lower, upper = cut[:-1], cut[1:]
+    cut.untyped_storage().resize_(lower.nbytes)
+    for error, change, before in (
+        (PositionError, {"positions": positions + 2}, {}),
+        (PositionError, {"positions": positions - 1}, {}),
+        (PositionError, {"table": table[:60]}, {}),
+        (ValueError, {"positions": positions[:5]}, {}),
+        (NotImplementedError, {"positions": positions.to("meta")}, {}),
+        (ValueError, {"key": k.bfloat16()}, {}),
+        (ValueError, {"key": k.to("meta")}, {}),
+        (ValueError, {"table": table.view(torch.int32)}, {}),
+        (DeadBufferError, {"table": FakeTensorMode().from_tensor(table)}, {}),
+        (DeadBufferError, {"table": freed(table)}, {}),
+        (DeadBufferError, {"table": freed(table, 4000)}, {}),
+        (DeadBufferError, {"table": table.to("meta")}, {}),
+        (DeadBufferError, {"table": upper}, {"table": lower}),
+        (DeadRowError, {"scale": 1.1}, {"scale": 1.0}),
+        (ValueError, {"row_checks": checks[:9]}, {"row_checks": checks}),
+        (ValueError, {"row_checks": checks.float()}, {"row_checks": checks}),
+        (NotImplementedError, {"row_checks": checks.to("meta")}, {"row_checks": checks}),
+    ):
+        usual = {"query": q, "key": k, "positions": positions, "table": table, "is_neox_style": True}
+        rotate(**{**usual, **before})
         with pytest.raises(error):
-            rotate(q, k, row, table, is_neox_style=True)
-    for dead in (freed(table), freed(table, 4000), table.to("meta")):
-        run(variants[0])
-        with pytest.raises(DeadBufferError):
-            rotate(q, k, positions, dead, is_neox_style=True)
+            rotate(**{**usual, **change})
 
 
 # refusals, before anything is written
@@ -496,6 +524,10 @@ def test_functional_transforms():
         assert torch.equal(many(stack, positions)[i], want)
     value, tangent = torch.func.jvp(rotated, (q,), (q + 1,))
     assert torch.equal(value, rotated(q)) and torch.equal(tangent, rotated(q + 1))
+    twice, _ = torch.func.jvp(lambda x: torch.func.jvp(lambda y: rotated(y).pow(2), (x,), (x,))[1], (q,), (q,))
+    torch.testing.assert_close(twice, 2 * rotated(q).pow(2))
+    outer = torch.func.jvp(lambda x: torch.func.jvp(rotated, (q,), (x,))[1], (q,), (q + 1,))[1]
+    assert torch.equal(outer, rotated(q + 1))
     with forward_ad.dual_level():
         dual = rotated(forward_ad.make_dual(q, q + 1))
         assert torch.equal(forward_ad.unpack_dual(dual).tangent, rotated(q + 1))
@@ -579,9 +611,9 @@ def test_many_threads_at_once():
     failures = []
 
     def work(number):
-        for turn in range(30):
-            tokens = 1 + (number * 37 + turn * 11) % 150
-            q, k = make_pair(torch.bfloat16, lead=(tokens,), seed=number)
+        for turn in range(20):
+            tokens = 1 + (number * 371 + turn * 113) % 700
+            q, k = make_pair(torch.bfloat16, lead=(tokens,), heads=(8, 2), seed=number)
             positions = torch.arange(tokens) % 64
             got = rotate(q, k, positions, TABLE, is_neox_style=True)
             want = [expected(x, COS[positions], SIN[positions], True) for x in (q, k)]
