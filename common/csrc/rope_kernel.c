@@ -267,17 +267,22 @@ avx512_INLINE __m512 avx512_row_bfloat16(const float *row, int n) {
     return _mm512_maskz_loadu_ps((__mmask16)FIRST(n), row);
 }
 #define avx512_row_float16 avx512_row_bfloat16
+avx512_INLINE void avx512_settle(__m512 x, __m512 y, __m512 c, __m512 s, __m512 *out_x, __m512 *out_y) {
+    float v[6][16];
+    _mm512_storeu_ps(v[0], x), _mm512_storeu_ps(v[1], y), _mm512_storeu_ps(v[2], c);
+    _mm512_storeu_ps(v[3], s), _mm512_storeu_ps(v[4], *out_x), _mm512_storeu_ps(v[5], *out_y);
+    settle(v[0], v[1], v[2], v[3], v[4], v[5], 16);
+    *out_x = _mm512_loadu_ps(v[4]), *out_y = _mm512_loadu_ps(v[5]);
+}
+avx512_INLINE void avx512_products(__m512 x, __m512 y, __m512 c, __m512 s, __m512 *out_x, __m512 *out_y) {
+    __m512 ys = _mm512_mul_ps(y, s), xs = _mm512_mul_ps(x, s);
+    *out_x = _mm512_sub_ps(_mm512_fmsub_ps(x, c, ys), _mm512_fmsub_ps(y, s, ys));
+    *out_y = _mm512_add_ps(_mm512_fmadd_ps(y, c, xs), _mm512_fmsub_ps(x, s, xs));
+}
 avx512_INLINE void avx512_rotate_bfloat16(__m512 *x, __m512 *y, __m512 c, __m512 s) {
-    __m512 ys = _mm512_mul_ps(*y, s), xs = _mm512_mul_ps(*x, s);
-    __m512 out_x = _mm512_sub_ps(_mm512_fmsub_ps(*x, c, ys), _mm512_fmsub_ps(*y, s, ys));
-    __m512 out_y = _mm512_add_ps(_mm512_fmadd_ps(*y, c, xs), _mm512_fmsub_ps(*x, s, xs));
-    if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) {
-        float v[6][16];
-        _mm512_storeu_ps(v[0], *x), _mm512_storeu_ps(v[1], *y), _mm512_storeu_ps(v[2], c);
-        _mm512_storeu_ps(v[3], s), _mm512_storeu_ps(v[4], out_x), _mm512_storeu_ps(v[5], out_y);
-        settle(v[0], v[1], v[2], v[3], v[4], v[5], 16);
-        out_x = _mm512_loadu_ps(v[4]), out_y = _mm512_loadu_ps(v[5]);
-    }
+    __m512 out_x, out_y;
+    avx512_products(*x, *y, c, s, &out_x, &out_y);
+    if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) avx512_settle(*x, *y, c, s, &out_x, &out_y);
     *x = out_x, *y = out_y;
 }
 #define avx512_rotate_float16 avx512_rotate_bfloat16
@@ -380,6 +385,62 @@ avx512_TARGET static int avx512_unit(const float *cos, const float *sin, int64_t
     }
     return good == 0xffff && generic_unit(cos + i, sin + i, n - i, low, high);
 }
+
+/* Machines that round to bfloat16 by themselves. They take subnormal numbers for zero then, so these go the old way. */
+#if __GNUC__ >= 10 || __clang_major__ >= 9
+#define AVX512BF16 1
+#define avx512bf16_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define avx512bf16_INLINE \
+    __attribute__((        \
+        always_inline, target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))) static inline
+typedef struct {
+    __m512 values;
+    unsigned rare; /* NaN or subnormal are among these 16 pairs' results */
+} avx512bf16_bfloat16;
+#define avx512bf16_row_bfloat16 avx512_row_bfloat16
+avx512bf16_INLINE void avx512bf16_rotate_bfloat16(avx512bf16_bfloat16 *x, avx512bf16_bfloat16 *y, __m512 c, __m512 s) {
+    __m512 out_x, out_y;
+    avx512_products(x->values, y->values, c, s, &out_x, &out_y);
+    x->rare = _mm512_fpclass_ps_mask(out_x, 0xa1) | _mm512_fpclass_ps_mask(out_y, 0xa1);
+    if (UNLIKELY(x->rare)) avx512_settle(x->values, y->values, c, s, &out_x, &out_y);
+    x->values = out_x, y->values = out_y;
+}
+avx512bf16_INLINE void avx512bf16_get_halves_bfloat16(const uint16_t *from, int64_t half, int n, avx512bf16_bfloat16 *x,
+                                                      avx512bf16_bfloat16 *y) {
+    avx512_get_halves_bfloat16(from, half, n, &x->values, &y->values);
+}
+avx512bf16_INLINE void avx512bf16_get_pairs_bfloat16(const uint16_t *from, int64_t half, int n, avx512bf16_bfloat16 *x,
+                                                     avx512bf16_bfloat16 *y) {
+    avx512_get_pairs_bfloat16(from, half, n, &x->values, &y->values);
+}
+avx512bf16_INLINE void avx512bf16_put_halves_bfloat16(uint16_t *to, int64_t half, int n, avx512bf16_bfloat16 x,
+                                                      avx512bf16_bfloat16 y) {
+    if (UNLIKELY(x.rare)) {
+        avx512_put_halves_bfloat16(to, half, n, x.values, y.values);
+        return;
+    }
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(y.values, x.values);
+    _mm256_mask_storeu_epi16(to, (__mmask16)FIRST(n), _mm512_castsi512_si256(both));
+    _mm256_mask_storeu_epi16(to + half, (__mmask16)FIRST(n), _mm512_extracti64x4_epi64(both, 1));
+}
+avx512bf16_INLINE void avx512bf16_put_pairs_bfloat16(uint16_t *to, int64_t half, int n, avx512bf16_bfloat16 x,
+                                                     avx512bf16_bfloat16 y) {
+    if (UNLIKELY(x.rare)) {
+        avx512_put_pairs_bfloat16(to, half, n, x.values, y.values);
+        return;
+    }
+    __m512i both = (__m512i)_mm512_cvtne2ps_pbh(y.values, x.values);
+    both = _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both);
+    _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), both);
+}
+VECTOR_RUNS(avx512bf16, bfloat16, uint16_t, 16, REST_MASKED)
+#define avx512bf16_float32_halves avx512_float32_halves
+#define avx512bf16_float32_pairs avx512_float32_pairs
+#define avx512bf16_float16_halves avx512_float16_halves
+#define avx512bf16_float16_pairs avx512_float16_pairs
+#define avx512bf16_hash avx512_hash
+#define avx512bf16_unit avx512_unit
+#endif
 
 #define avx2_TARGET __attribute__((target("avx2,fma,f16c")))
 #define avx2_INLINE __attribute__((always_inline, target("avx2,fma,f16c"))) static inline
@@ -661,6 +722,9 @@ typedef struct {
 static const instruction_set instruction_sets[] = {
 /* best first */
 #if defined(VECTOR) && defined(__x86_64__)
+#if defined(AVX512BF16)
+    INSTRUCTION_SET(avx512bf16),
+#endif
     INSTRUCTION_SET(avx512),
     INSTRUCTION_SET(avx2),
 #elif defined(VECTOR)
@@ -676,7 +740,8 @@ static int machine_has(const char *name) {
     int avx2 = __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C && __builtin_cpu_supports("avx2") &&
                __builtin_cpu_supports("fma");
     if (!strcmp(name, "avx2")) return avx2;
-    if (!strcmp(name, "avx512"))
+    if (!strcmp(name, "avx512bf16") && !(__get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 5)) return 0;
+    if (!strcmp(name, "avx512") || !strcmp(name, "avx512bf16"))
         return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
