@@ -278,6 +278,8 @@ def _from_config(module: nn.Module, names: list[str], config: Any) -> dict[str, 
         rows = present.shape[-2] if present.dim() > 1 else present.shape[0]
         table = cos_sin_table(inv_freq, scale, rows)
         half = table.shape[1] // 2
+        if name == "embed_positions":  # GPT-J's table has the sines first
+            table = table.roll(half, dims=1)
         part = table if _JOINED.search(name) else table[:, half:] if _SIN.search(name) else table[:, :half]
         values[name] = torch.cat((part, part), dim=1) if present.shape[-1] == 2 * part.shape[1] else part
         values[name] = values[name].reshape(present.shape) if values[name].numel() == present.numel() else values[name]
