@@ -141,6 +141,7 @@ _LOCAL_LAYERS = {
 }
 _LOCAL_THETAS = ("rope_local_base_freq", "local_rope_theta", "rope_local_theta")
 
+_SYNONYMS = {"mrope": "default", "su": "longrope"}
 # Keys beside a rope's parameters that speak of something else: Mistral's factor on queries, applied in the attention.
 _NOT_OF_THE_ROPE = ("rope_theta", "llama_4_scaling_beta", "max_position_embeddings", *_PARTIALS)
 # Fields of a config that name a rope and are read here, or do not change its values (which layers have one, say).
@@ -189,8 +190,10 @@ def read_rope_config(
     head_size, rotary_dim = _sizes(fields, scaling)
     partial = next((scaling[name] for name in _PARTIALS if scaling.get(name) is not None), None)
     scaling = {k: v for k, v in scaling.items() if k not in _NOT_OF_THE_ROPE and v is not None}
-    kind = scaling.pop("type", None)
-    kind = scaling.setdefault("rope_type", "default" if kind is None else kind)
+    older = scaling.pop("type", None)
+    kind = scaling.setdefault("rope_type", "default" if older is None else older)
+    if older is not None and _SYNONYMS.get(older, older) != _SYNONYMS.get(kind, kind):
+        raise ValueError(f"type={older!r} of the config's rope_parameters contradicts its rope_type {kind!r}")
     limit = fields.first(*_LENGTHS)
     if limit is None and kind == "axial":
         limit = 1024  # rows and columns of patches: a table's first size, it grows
@@ -319,9 +322,11 @@ def _refuse_unknown(fields: _Fields) -> None:
 
 def _parameters(fields: _Fields, layer_type: str | None) -> dict[str, Any]:
     """``rope_parameters`` (or the older ``rope_scaling``) of the layer type, flat."""
-    parameters = fields.get("rope_parameters")
+    parameters, older = fields.get("rope_parameters"), fields.get("rope_scaling")
     if not parameters:
-        parameters = fields.get("rope_scaling")
+        parameters, older = older, None
+    if older and older != parameters and not _agree(parameters, older):
+        raise ValueError(f"rope_scaling={older!r} of the config contradicts its rope_parameters {parameters!r}")
     if parameters is not None and not isinstance(parameters, Mapping):
         raise ValueError(f"rope_parameters of the config is {parameters!r}; expected a dict")
     names = {fields.model_type, fields.model_type.removesuffix("_text")}
@@ -339,6 +344,14 @@ def _parameters(fields: _Fields, layer_type: str | None) -> dict[str, Any]:
     if layer_type not in nested:
         raise ValueError(f"layer_type is {layer_type!r}; the config has {', '.join(nested)}")
     return dict(nested[layer_type])
+
+
+def _agree(parameters: Any, older: Any) -> bool:
+    """Whether nothing in the older field is missing from the newer, or other."""
+    if not (isinstance(parameters, Mapping) and isinstance(older, Mapping)):
+        return False
+    names = {name: "rope_type" if name == "type" else name for name in older}
+    return all(parameters.get(names[name]) == value for name, value in older.items() if value is not None)
 
 
 def _older_parameters(fields: _Fields, parameters: dict[str, Any], layer_type: str | None) -> dict[str, Any]:
@@ -407,8 +420,11 @@ def _sizes(fields: _Fields, parameters: dict[str, Any]) -> tuple[int, int]:
     if kind == "proportional":  # its factor leaves pairs still instead of leaving them out
         return head_size, head_size
     partial = next((v for v in map(parameters.get, _PARTIALS) if v is not None), None)
+    beside = fields.first(*_PARTIALS)
     if partial is None:
-        partial = fields.first(*_PARTIALS)
+        partial = beside
+    elif beside is not None and beside != partial:
+        raise ValueError(f"partial_rotary_factor={beside} of the config contradicts {partial} of its rope_parameters")
     explicit = fields.first("rotary_dim", "rotary_ndims")
     if explicit is not None:
         if partial is not None and int(head_size * partial) != explicit:

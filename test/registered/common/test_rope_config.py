@@ -284,6 +284,15 @@ def test_the_text_config_rules():
         (dict(alibi=True), "alibi=True"),
         (dict(layer_rope_theta=[1e4, 0, 5e5]), "layer_rope_theta of the config has the bases"),
         (dict(rotary_dim=64, partial_rotary_factor=0.25), "rotary_dim=64 .* contradicts partial_rotary_factor=0.25"),
+        (
+            dict(partial_rotary_factor=0.5, rope_scaling=dict(type="default", partial_rotary_factor=0.25)),
+            "contradicts 0.25",
+        ),
+        (dict(rope_scaling=dict(type="yarn", rope_type="linear", factor=2.0)), "type='yarn' .* contradicts .*'linear'"),
+        (
+            dict(rope_parameters=dict(rope_type="default"), rope_scaling=dict(type="linear", factor=2.0)),
+            "rope_scaling=.*'linear'.* contradicts its rope_parameters",
+        ),
         (dict(model_type="gpt_oss"), "no rope_parameters, which model_type 'gpt_oss' needs"),
         (dict(model_type="qwen2_vl_vision"), "no rope_parameters, which model_type 'qwen2_vl_vision' needs"),
         (dict(model_type="qwen2_vl"), None),
