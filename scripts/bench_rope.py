@@ -49,7 +49,7 @@ class Report:
     def row(self, name: str, ours: float, theirs: float, ratio: float, target: str, met: bool | None) -> None:
         self.rows.append(dict(name=name, ours=ours, theirs=theirs, ratio=ratio, target=target, met=met))
         mark = "" if met is None else "ok" if met else "MISSED"
-        print(f"  {name:<50}{show(ours):>11}{show(theirs):>11}{ratio:>8.2f}  {target:<9}{mark}", flush=True)
+        print(f"  {name:<50}{show(ours):>11}{show(theirs):>11}{ratio:>8.2f}  {target:<10}{mark}", flush=True)
 
     def at_most(self, name: str, ours: float, theirs: float, ratio: float, limit: float) -> None:
         self.row(name, ours, theirs, ratio, f"<= {limit:.4g}", ratio <= limit)
@@ -179,7 +179,7 @@ def copying(report: Report, options: argparse.Namespace, layer: torch.nn.Module)
                 )
                 name = f"{tokens} tokens, {str(dtype)[6:]}, {style}, "
                 for ours, theirs in (("in place", "copy"), ("new", "clone")):
-                    words = name + ("in place" if ours == "in place" else "new tensors (copy: clone)")
+                    words = name + ("in place" if ours == "in place" else "new (against clone)")
                     report.at_most(words, race.median(ours), race.median(theirs), race.ratio(ours, theirs), limit)
 
 
@@ -342,7 +342,9 @@ def building(report: Report, options: argparse.Namespace) -> None:
     for name, rise in (("to fill it", ours), ("of a whole get_rope miss", whole)):
         report.rows.append(dict(name="peak memory " + name, ratio=rise, theirs=naive, target="<= 1.2", met=rise <= 1.2))
         mark = "ok" if rise <= 1.2 else "MISSED"
-        print(f"  {'peak memory ' + name + ', in tables':<50}{'':>11}{f'{naive:.2f}':>11}{rise:>8.2f}  <= 1.2   {mark}")
+        print(
+            f"  {'peak memory ' + name + ', in tables':<50}{'':>11}{f'{naive:.2f}':>11}{rise:>8.2f}  <= 1.2    {mark}"
+        )
 
 
 def gpu(report: Report, options: argparse.Namespace) -> None:
