@@ -9,6 +9,7 @@ checks in O(1) that it is still what was derived, and rebuilds it if not.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import logging
 import os
@@ -244,7 +245,7 @@ class LiveBuffers(nn.Module):
         self._twins.clear()
         if device.type == "meta":
             self._disown()
-            self._sole = None
+            self._sole, self._asleep = None, False
             self._fingerprints, self._checks = {}, {}
             meta = born_clean(lambda: {n: torch.empty(s, device="meta") for n, s in self._shapes.items()})
             for name, tensor in meta.items():
@@ -532,18 +533,30 @@ class LiveBuffers(nn.Module):
 
     # memory
 
-    def release_memory(self) -> None:
-        """Free the bytes of the derived buffers; the next use derives them again into the same tensors. Where a view, an
-        array or a rotation that is running still holds the memory, it is freed as soon as that lets go."""
+    def release_memory(self, device: torch.device | None = None) -> None:
+        """Free the bytes of the derived buffers (those on ``device`` only, if given); the next use derives them again into
+        the same tensors. Where a view, an array or a rotation that is running still holds the memory, it is freed as
+        soon as that lets go."""
         with _LOCK:
-            self._twins.clear()
-            for name in self._shapes:
+            for twin in self._twins.values():
+                twin.release_memory(device)
+            if not self._lies_on(device):
+                return
+            for name, shape in self._shapes.items():
                 buffer = self._buffers.get(name)
-                if isinstance(buffer, Tensor) and tensor_fault(buffer) is None and self.intact():
-                    born_clean(_let_go, buffer)
+                if not isinstance(buffer, Tensor) or tensor_fault(buffer) is not None:
+                    continue
+                empty = born_clean(_without_memory, shape, buffer.dtype, buffer.device)
+                if self._made(buffer, name, buffer.device):
+                    buffer.data = empty  # the memory itself is not cut: others may be reading it
+                else:  # a stranger's tensor is his, we only let go of it
+                    self._register(name, empty)
             self._disown()
             self._checks = {}
             self._asleep = True
+
+    def _lies_on(self, device: torch.device | None) -> bool:
+        return any(_is_on(self._buffers.get(name), device) for name in self._shapes)
 
     def invalidate_memory(self) -> None:
         """Forget that the buffers are right: the next use compares their values before it trusts them."""
@@ -553,11 +566,11 @@ class LiveBuffers(nn.Module):
                 self._fingerprints[name] = (known[0], -1, *known[2:])
 
 
-def _let_go(buffer: Tensor) -> None:
-    """Give ``buffer`` a freed memory in place of its own, which others may be reading and which therefore is not cut."""
-    nothing = torch.empty(1, dtype=buffer.dtype, device=buffer.device)
-    buffer.data = nothing.expand(buffer.shape)
+def _without_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    nothing = torch.empty(1, dtype=dtype, device=device)
+    tensor = nothing.expand(shape)
     nothing.untyped_storage().resize_(0)
+    return tensor
 
 
 def _content(tensor: Tensor | None) -> tuple:
@@ -656,35 +669,39 @@ def get_live_entry(cache: MutableMapping[Hashable, nn.Module], key: Hashable) ->
     is it returned as it is, because then the layers of one model under construction are meant to share it; the
     default device is asked for only then, being dearer than all the rest.
     """
-    entry = cache.get(key)
+    counted = type(cache) is LiveCache
+    entry = (cache._entries if counted else cache).get(key)
     if entry is None:
         return None
     try:
         state = entry.__dict__
         name, stamp, version, address, size = state["_sole"]
         buffer = state["_buffers"][name]
-        alive = (
+        if (
             buffer._live_stamp == stamp
             and buffer._version == version
             and buffer.data_ptr() == address
             and buffer.nbytes == size
-        )
+        ):
+            if counted:
+                cache.hits += 1
+            return entry
     except (AttributeError, KeyError, TypeError, RuntimeError, NotImplementedError):
-        alive = False
-    if alive or (entry.intact() if isinstance(entry, LiveBuffers) else find_dead_buffer(entry) is None):
-        if type(cache) is LiveCache:
+        pass  # several buffers, none, or one that is gone: told apart below
+    if entry.intact() if isinstance(entry, LiveBuffers) else find_dead_buffer(entry) is None:
+        if counted:
             cache.hits += 1
         return entry
     if torch.get_default_device().type == "meta":
         return entry
     with _LOCK:
         if isinstance(entry, LiveBuffers):
-            if entry._asleep:
-                return entry
-            fault = entry.fault()
+            fault = None if entry._asleep else entry.fault()
         else:
             fault = find_dead_buffer(entry)
-        if fault is None:  # healed by another thread meanwhile
+        if fault is None:  # asleep, and woken by its use; or healed by another thread meanwhile
+            if isinstance(cache, LiveCache):
+                cache.hits += 1
             return entry
         if cache.get(key) is entry:  # not another thread's fresh one
             del cache[key]
@@ -709,8 +726,10 @@ def get_or_build(
             entry = build()
             cache[key] = entry
             if isinstance(cache, LiveCache):
+                took = time.perf_counter() - started
                 cache.misses += 1
-                cache.build_seconds += time.perf_counter() - started
+                cache.build_seconds += took
+                logger.info("%s: built %s in %.3f s", cache.name, cache.describe(key), took)
     return entry
 
 
@@ -721,14 +740,10 @@ def register_lender(name: str, cache: Any) -> None:
     _LENDERS[name] = cache
 
 
-def _clear_lenders(device: torch.device | None = None) -> int:
-    return sum(cache.clear(device) for cache in _LENDERS.values())
-
-
-def _table_bytes(modules: Iterator[LiveBuffers] | None = None) -> int:
+def _table_bytes() -> int:
     """Bytes of all derived buffers, one memory counted once."""
     storages: dict[tuple[str, int], int] = {}
-    for module in list(_LIVE_MODULES) if modules is None else modules:
+    for module in list(_LIVE_MODULES):
         for name in module._shapes:
             buffer = module._buffers.get(name)
             if isinstance(buffer, Tensor) and tensor_fault(buffer) is None:
@@ -737,62 +752,103 @@ def _table_bytes(modules: Iterator[LiveBuffers] | None = None) -> int:
     return sum(storages.values())
 
 
-def _freed(act: Callable[[], None]) -> int:
-    """Run ``act`` under the lock; the table bytes that it freed."""
+def _freed(what: str, act: Callable[[], None], device: torch.device | None = None) -> int:
+    """Run ``act`` under the lock and clear the lenders; the bytes that both freed."""
     with _LOCK:
         before = _table_bytes()
         act()
-        return before - _table_bytes()
+        freed = before - _table_bytes() + sum(cache.clear(device) for cache in _LENDERS.values())
+    logger.info("%s: %d bytes freed", what, freed)
+    return freed
 
 
 def evict_unused() -> int:
-    """Drop the entries that only their cache holds; the table bytes freed."""
+    """Drop the entries that only their cache holds; the bytes freed. A lookup meanwhile waits, or keeps its entry."""
+    gc.collect()  # what a discarded model holds through a reference cycle is held by nobody
 
     def act() -> None:
         for cache in _CACHES.values():
             for key in cache:
-                held = weakref.ref(cache._entries.pop(key))
+                module = cache._entries.pop(key, None)
+                if module is None:
+                    continue
+                held = weakref.ref(module)
+                del module
                 module = held()  # still here without the cache: some model holds it
                 if module is not None:
                     cache._entries[key] = module
 
-    return _freed(act) + _clear_lenders()
+    return _freed("evict_unused", act)
 
 
 def clear_caches() -> int:
-    """Empty every cache; the table bytes freed (those of modules that models still hold are not)."""
-    return _freed(lambda: [cache._entries.clear() for cache in _CACHES.values()] and None) + _clear_lenders()
+    """Empty every cache; the bytes freed (tables that models still hold stay theirs)."""
+
+    def act() -> None:
+        for cache in _CACHES.values():
+            cache._entries.clear()
+
+    return _freed("clear_caches", act)
 
 
-def set_caches_weak(weak: bool = True) -> None:
-    """Let every cache hold its entries only as long as some model does (``weak``), or for ever (the default)."""
-    for cache in _CACHES.values():
-        cache.set_weak(weak)
+def set_caches_weak(weak: bool = True) -> int:
+    """Let every cache hold its entries only as long as some model does (``weak``), or for ever (the default); the bytes
+    freed."""
+    with _LOCK:
+        before = _table_bytes()
+        for cache in _CACHES.values():
+            cache.set_weak(weak)
+        return before - _table_bytes()
 
 
 def release_memory(device: torch.device | str | None = None) -> int:
-    """Free the bytes of all derived buffers (on ``device`` only, if given); the bytes freed.
+    """Free the bytes of all derived buffers and lent tensors (on ``device`` only, if given); the bytes freed.
 
-    Modules and tensors keep their identity; the next use derives the same bits again into the same tensors.
+    Modules and tensors keep their identity; the next use derives the same bits again into the same tensors, at another
+    address: a captured CUDA graph must be captured anew, or see :func:`invalidate_memory` and :func:`restore_memory`.
     """
     wanted = None if device is None else torch.device(device)
 
     def act() -> None:
         for module in list(_LIVE_MODULES):
-            if any(_is_on(module._buffers.get(name), wanted) for name in module._shapes):
-                module.release_memory()
+            module.release_memory(wanted)
 
-    return _freed(act) + _clear_lenders(wanted)
+    return _freed("release_memory", act, wanted)
 
 
-def invalidate_memory(device: torch.device | str | None = None) -> None:
+def invalidate_memory(device: torch.device | str | None = None) -> int:
     """Say that memory (on ``device`` only, if given) may have lost its contents while addresses stayed, as after an
-    engine unmapped and mapped its pages again: the next use compares the values before it trusts them."""
+    engine unmapped and mapped its pages again: the next use compares the values before it trusts them, and writes what
+    is wrong anew at the same address. The bytes freed: those of lent tensors, which are built anew."""
     wanted = None if device is None else torch.device(device)
-    for module in list(_LIVE_MODULES):
-        if any(_is_on(module._buffers.get(name), wanted) for name in module._shapes):
-            module.invalidate_memory()
-    _clear_lenders(wanted)
+
+    def act() -> None:
+        for module in list(_LIVE_MODULES):
+            if module._lies_on(wanted):
+                module.invalidate_memory()
+
+    return _freed("invalidate_memory", act, wanted)
+
+
+def restore_memory(device: torch.device | str | None = None) -> int:
+    """Compare every derived buffer (on ``device`` only, if given) now and make right what is not, asleep ones included;
+    how many modules had to be rebuilt. For what uses a table without asking its module, such as a captured graph."""
+    wanted = None if device is None else torch.device(device)
+    rebuilt = 0
+    with _LOCK:
+        for module in list(_LIVE_MODULES):
+            if not module._lies_on(wanted):
+                continue
+            fault = None if module._asleep else module.fault(verify=True)
+            if fault is not None:
+                module.heal(*fault)
+            elif module._asleep:
+                module._rebuild(None)
+            else:
+                continue
+            rebuilt += 1
+    logger.info("restore_memory: %d modules rebuilt", rebuilt)
+    return rebuilt
 
 
 def _is_on(buffer: Tensor | None, wanted: torch.device | None) -> bool:
@@ -807,8 +863,11 @@ def cache_report() -> dict[str, Any]:
     """What the process-wide caches hold and what happened to them; ``format_report`` puts it in words.
 
     Per cache: ``entries`` (key in words, bytes, device, owners beside the cache, heals), ``hits``, ``misses``,
-    ``drops`` by fault, ``build_seconds``; and ``bytes`` of all derived buffers in the process.
+    ``drops`` by fault, ``build_seconds``. Entries that share memory each say its bytes; ``bytes`` counts it once, with
+    all derived buffers in the process, of modules in no cache too, and ``heals`` are those of all these modules.
     """
+    nobodys = object()
+    uncounted = sys.getrefcount(nobodys)  # the variable and, in some releases of Python, the argument
     with _LOCK:
         caches = {}
         for name, cache in _CACHES.items():
@@ -824,7 +883,7 @@ def cache_report() -> dict[str, Any]:
                         "key": cache.describe(key),
                         "bytes": sum(b.untyped_storage().nbytes() for b in buffers if b.device.type != "meta"),
                         "device": str(buffers[0].device) if buffers else "none",
-                        "owners": sys.getrefcount(module) - (2 if weak else 3),  # this frame, the call, the cache
+                        "owners": sys.getrefcount(module) - uncounted - (not weak),
                         "heals": getattr(module, "heals", 0),
                     }
                 )
@@ -836,13 +895,17 @@ def cache_report() -> dict[str, Any]:
                 "build_seconds": cache.build_seconds,
             }
         caches.update({name: cache.report() for name, cache in _LENDERS.items()})
-        return {"caches": caches, "bytes": _table_bytes() + sum(cache.nbytes for cache in _LENDERS.values())}
+        return {
+            "caches": caches,
+            "bytes": _table_bytes() + sum(cache.nbytes for cache in _LENDERS.values()),
+            "heals": sum(module.heals for module in list(_LIVE_MODULES)),
+        }
 
 
 def format_report(report: Mapping[str, Any] | None = None) -> str:
     """:func:`cache_report` as text, a line per cache and per entry."""
     report = cache_report() if report is None else report
-    lines = [f"{report['bytes']:,} bytes of derived buffers"]
+    lines = [f"{report['bytes']:,} bytes of derived buffers, {report['heals']} heals"]
     for name, cache in report["caches"].items():
         drops = ", ".join(f"{n} {fault}" for fault, n in cache["drops"].items()) or "none"
         lines.append(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from common import cache_liveness, rope_frequencies
-from common.cache_liveness import DeadBufferError, LiveBuffers
+from common.cache_liveness import DeadBufferError, LiveBuffers, logger
 from common.rope_frequencies import RopeSpec, cos_sin_table
 from common.rope_kernel import PositionError, register_live, rotate, rotate_now, row_checks
 
@@ -42,7 +42,8 @@ class RopeTable(LiveBuffers):
         self.head_size = head_size
         self.rotary_dim = spec.rotary_dim
         self.is_neox_style = is_neox_style
-        self._rows = rope_frequencies.table_rows(spec)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self._rows = self._rows_at_hand(rope_frequencies.table_rows(spec), device)
         inv_freq, scale = cache_liveness.born_clean(spec.frequencies)
         self._values_key = (tuple(inv_freq.tolist()), scale)
         self._prepare()
@@ -104,10 +105,21 @@ class RopeTable(LiveBuffers):
             raise IndexError(f"position {last} is beyond {EXACT_POSITIONS}, up to which float32 holds every position")
         with cache_liveness._LOCK:
             if rows > self._rows:
-                self._rows = rows
-                self._shapes = self.shapes()
                 buffer = self._buffers.get("cos_sin_cache")
-                self._place(buffer.device if isinstance(buffer, Tensor) else torch.device("cpu"))
+                device = buffer.device if isinstance(buffer, Tensor) else torch.device("cpu")
+                before, self._rows = self._rows, self._rows_at_hand(rows, device)
+                self._shapes = self.shapes()
+                self._place(device)
+                logger.info("%s: grew from %d to %d rows", type(self).__name__, before, self._rows)
+
+    def _rows_at_hand(self, rows: int, device: torch.device) -> int:
+        """``rows``, or more where a table of the same numbers has them: that one's memory then serves both."""
+        where = str(cache_liveness._with_index(device))
+        with cache_liveness._LOCK:
+            for table in list(cache_liveness._LIVE_MODULES):
+                if isinstance(table, RopeTable) and table.spec == self.spec and (table._owned or ("", ""))[1] == where:
+                    rows = max(rows, table._rows)
+        return rows
 
     def _cover(self, positions: Tensor | None, error: PositionError) -> None:
         """Grow the table over ``positions``, geometrically; IndexError where that cannot be."""
