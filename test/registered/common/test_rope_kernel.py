@@ -252,6 +252,7 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
         ((q4, k4), {**usual, "positions": positions[:3]}),
         ((q4, k4), {**usual, "positions": positions.view(2, 3)}),
         ((q4, k4), {**usual, "positions": positions.view(3, 2).t()}),
+        ((q4, k4), {**usual, "positions": positions.view(2, 3), "pair_axis": axis}),
         ((heads_first, k4), {**usual, "positions": positions[:3]}),
         ((q, k), {**usual, "positions": positions.int()}),
         ((q, k), {**usual, "positions": None}),
@@ -293,6 +294,7 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
         got = run(variants[second])
         for x, y in zip(got, fresh[second]):
             assert x is y is None or (torch.equal(x, y) and x.stride() == y.stride()), (first, second)
+    axes = {"positions": torch.stack((positions, positions))}
     cut = table.clone()
     lower, upper = cut[:-1], cut[1:]
     cut.untyped_storage().resize_(lower.nbytes)
@@ -314,11 +316,13 @@ def test_calls_that_differ_in_one_thing_do_not_take_one_for_the_other(path):
         (ValueError, {"row_checks": checks[:9]}, {"row_checks": checks}),
         (ValueError, {"row_checks": checks.float()}, {"row_checks": checks}),
         (NotImplementedError, {"row_checks": checks.to("meta")}, {"row_checks": checks}),
+        (ValueError, {**axes, "pair_axis": axis.int()}, {**axes, "pair_axis": axis}),
     ):
         usual = {"query": q, "key": k, "positions": positions, "table": table, "is_neox_style": True}
         rotate(**{**usual, **before})
-        with pytest.raises(error):
+        with pytest.raises(error) as caught:
             rotate(**{**usual, **change})
+        assert "refused" not in str(caught.value)  # that is the kernel's own last defence
 
 
 # refusals, before anything is written
