@@ -1,4 +1,4 @@
-"""Memory and lifecycle: tables of the serving length, one memory for equal ones, sleep and wake, eviction, reports."""
+"""Memory and lifecycle: tables of the serving length, one memory for equal ones, sleep and wake, eviction."""
 
 import ctypes
 import gc
@@ -15,9 +15,9 @@ from common.cache_liveness import (
     cache_report,
     clear_caches,
     evict_unused,
-    format_report,
     invalidate_memory,
     release_memory,
+    restore_memory,
     set_caches_weak,
 )
 from common.ci_register import register_cpu_ci
@@ -176,6 +176,29 @@ def test_they_are_one_memory_again_after_sleep_and_growth():
     assert len(addresses(modules)) == 1
 
 
+def test_an_entry_takes_the_longer_table_of_an_equal_one():
+    rope_frequencies.set_table_limit(64)
+    grown, small = rope(), rope(neox=False)
+    grown.reserve(1000)
+    assert len(small.cos_sin_cache) == 64  # where nobody asked for more, nothing moves
+    late = rope(get_image_rope)
+    small(torch.tensor([70]), torch.randn(1, 1, DIM))
+    assert len(addresses([grown, small, late])) == 1
+    assert cache_report()["bytes"] == 1000 * DIM * 4
+    assert right(small, 900, neox=False) and right(late, 900)
+
+
+def test_they_are_one_memory_again_after_one_was_healed():
+    modules = family()
+    modules[0].cos_sin_cache.zero_()  # theirs too: it is one memory
+    for neox, module in ((True, modules[0]), (False, modules[1]), (True, modules[4])):
+        assert right(module, neox=neox)
+    assert len(addresses(modules)) == 1 and cache_report()["bytes"] == TABLE
+    modules[0]._buffers["cos_sin_cache"] = torch.zeros(TOP, DIM)
+    assert right(modules[0])
+    assert len(addresses(modules)) == 1 and cache_report()["bytes"] == TABLE
+
+
 # --- sleep and wake -------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +226,26 @@ def test_release_by_device_leaves_the_others():
     assert release_memory("cpu") == TABLE
 
 
+def test_what_was_overwritten_is_released_too():
+    modules = [rope(), rope(get_image_rope)]
+    modules[0].cos_sin_cache.data.fill_(3.0)
+    stranger = torch.zeros(TOP, DIM)
+    modules[1]._buffers["cos_sin_cache"] = stranger
+    release_memory()
+    assert cache_report()["bytes"] == 0 and stranger.untyped_storage().nbytes() == TABLE
+    assert right(modules[0]) and right(modules[1])
+
+
+def test_a_module_that_goes_to_meta_asleep_is_dead_not_asleep():
+    module = rope()
+    release_memory()
+    module.to("meta")
+    fresh = rope()
+    assert fresh is not module and fresh.cos_sin_cache.device.type == "cpu"
+    module.release_memory()  # nothing to release, and still not asleep
+    assert right(fresh) and right(module)
+
+
 def overwrite(tensor, byte):
     """What an engine does that unmaps pages and maps others at the same address: PyTorch is not told."""
     ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
@@ -226,14 +269,57 @@ def test_memory_that_kept_its_contents_is_accepted_after_invalidation():
     assert right(module) and module.heals == 0
 
 
-def test_the_recipe_for_colocated_training():
-    """Sleep at level 2, wake with garbage under every address, train, and go on: the steps of the README."""
-    model = torch.nn.ModuleList([rope(), rope(neox=False)])
-    release_memory()  # before the engine sleeps
+@pytest.mark.skipif(sys.platform != "linux", reason="drops pages by madvise")
+def test_pages_that_are_dropped_and_mapped_again():
+    module = rope(top=1 << 16)
+    table = module.cos_sin_cache
+    page = 4096
+    first = -(-table.data_ptr() // page) * page
+    whole = (table.data_ptr() + table.nbytes - first) // page * page
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(whole), 4) == 0  # MADV_DONTNEED: they read as zeros
+    assert not table[-1000:-100].any()
+    invalidate_memory()
+    assert right(module, 1 << 16) and module.cos_sin_cache is table
+    assert module.heals == 1
+
+
+def recorded(module):
+    """The address that a captured graph has recorded, and the row that its replay reads there, asking nobody."""
+    address, width = module.cos_sin_cache.data_ptr(), 4 * DIM
+    return lambda row: torch.frombuffer(bytearray(ctypes.string_at(address + row * width, width)), dtype=torch.float32)
+
+
+def test_the_recipe_for_a_sleep_that_keeps_addresses():
+    """vLLM's sleep at level 2, or torch_memory_saver's pause and resume around tables that lie in its region."""
+    model = [rope(), rope(neox=False)]
+    replay = recorded(model[0])
+    row = model[0].cos_sin_cache[7].clone()
+    overwrite(model[0].cos_sin_cache, 0xAB)  # sleep drops the pages, waking maps others at the same addresses
+    assert not torch.equal(replay(7), row)
+    invalidate_memory()  # after waking: nothing is trusted until it was compared
+    assert restore_memory() == 1  # and before a captured graph is replayed; the other one shares the memory
+    assert torch.equal(replay(7), row)
+    assert right(model[0]) and right(model[1], neox=False)
+    assert restore_memory() == 0
+
+
+def test_the_recipe_for_a_sleep_that_gives_the_memory_back():
+    """Trainer and engine in one process by turns: before the other's turn our bytes are zero, without a copy."""
+    model = [rope(), rope(neox=False)]
+    held = cache_report()["bytes"]
+    assert release_memory() == held  # before the engine sleeps
     assert cache_report()["bytes"] == 0
-    assert right(model[0])  # the trainer's forward, on memory of its own
-    overwrite(model[0].cos_sin_cache, 0xAB)  # pause: pages dropped; resume: other pages, same addresses
-    invalidate_memory()  # after the engine woke
+    assert rope() is model[0] and cache_report()["bytes"] == 0  # a lookup alone wakes nothing
+    assert restore_memory() == 2  # waking ahead of the first request, or by it
+    assert cache_report()["bytes"] == held
+    assert right(model[0]) and right(model[1], neox=False)
+
+
+def test_a_sleep_without_any_call_is_noticed_by_the_rotation():
+    """The engine slept and told nobody: the rows that the rotation reads are compared as it reads them."""
+    model = [rope(), rope(neox=False)]
+    overwrite(model[0].cos_sin_cache, 0xAB)
     assert right(model[0]) and right(model[1], neox=False)
 
 
@@ -247,6 +333,45 @@ def test_evict_unused_drops_what_no_model_holds():
     assert list(_ROPE_DICT.values()) == [held] and rope() is held
     del held
     assert evict_unused() == TABLE and len(_ROPE_DICT) == 0
+
+
+def test_evict_unused_sees_through_reference_cycles():
+    module = rope()
+    model = {"rope": module}
+    model["self"] = model
+    gc.disable()
+    try:
+        del module, model
+        assert evict_unused() == TABLE and len(_ROPE_DICT) == 0
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("weak", [False, True])
+def test_eviction_while_other_threads_look_up(weak):
+    set_caches_weak(weak)
+    held, wrong, stop = rope(top=64), [], threading.Event()
+
+    def use():
+        try:
+            while not stop.is_set():
+                if rope(top=64) is not held:
+                    wrong.append("the held entry was lost")
+                if not right(rope(top=128), 128):
+                    wrong.append("wrong")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is reported
+            wrong.append(repr(error))
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(12):
+        evict_unused()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong, wrong[:3]
+    assert rope(top=64) is held
 
 
 def test_weak_caches_let_go_with_the_last_model():
@@ -301,43 +426,6 @@ def test_many_lookups_and_kills_leak_nothing_and_lose_no_entry():
         assert (objects(), cache_report()["bytes"], len(_ROPE_DICT)) == before
     finally:
         logging.getLogger("live_rope").setLevel(logging.NOTSET)
-
-
-# --- seeing it -----------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_says_what_is_held_and_what_happened():
-    start = cache_report()["caches"]["srt.rope"]
-    first, second = rope(), rope()
-    assert first is second
-    first.to("meta")
-    third = rope()
-    third.cos_sin_cache.zero_()
-    assert right(third)
-    report = cache_report()
-    caches = report["caches"]["srt.rope"]
-    (entry,) = caches["entries"]
-    assert entry["bytes"] == TABLE and entry["device"] == "cpu" and entry["heals"] == 1 and entry["owners"] == 1
-    assert "4096 positions" in entry["key"] and "neox" in entry["key"] and "base 10000" in entry["key"]
-    assert caches["hits"] == start["hits"] + 1
-    assert caches["misses"] == start["misses"] + 2
-    assert caches["drops"]["on meta"] == start["drops"].get("on meta", 0) + 1
-    assert caches["build_seconds"] > start["build_seconds"]
-    text = format_report(report)
-    assert entry["key"] in text and f"{report['bytes']:,} bytes" in text
-
-
-def test_one_line_of_log_for_each_event(caplog):
-    module = rope()
-    with caplog.at_level(logging.INFO, "live_rope"):
-        module.to("meta")
-        fresh = rope()
-        assert right(module) and right(fresh)
-        release_memory()
-        assert right(fresh)
-    levels = [(record.levelname, record.name) for record in caplog.records]
-    assert levels[:2] == [("WARNING", "live_rope")] * 2  # dropped by the lookup, rebuilt for its holder
-    assert len({record.getMessage() for record in caplog.records}) == len(caplog.records)
 
 
 if __name__ == "__main__":
