@@ -62,18 +62,22 @@ class Report:
     """One finding for each RoPE buffer of a model; text and dict alike."""
 
     findings: list[Finding] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)  # RoPE modules that store no tensor: each forward computes anew
 
     @property
     def verdict(self) -> str:
         """The worst of all: ``wrong`` if any buffer is wrong, dead or degraded; ``unverified`` if any could not be
-        checked or there is none; else ``right``."""
+        checked, or no RoPE was found; else ``right``."""
         verdicts = {finding.verdict for finding in self.findings}
         if verdicts & {"wrong", "dead", "degraded"}:
             return "wrong"
-        return "unverified" if not verdicts or "unverified" in verdicts else "right"
+        if "unverified" in verdicts or not (verdicts or self.computed):
+            return "unverified"
+        return "right"
 
     def to_dict(self) -> dict[str, Any]:
-        return {"verdict": self.verdict, "findings": [asdict(finding) for finding in self.findings]}
+        findings = [asdict(finding) for finding in self.findings]
+        return {"verdict": self.verdict, "findings": findings, "computed": self.computed}
 
     def __str__(self) -> str:
         lines = [f"{'buffer':<52}{'verdict':<12}{'held against':<14}{'error':>9}"]
@@ -83,6 +87,7 @@ class Report:
                 if text and f.verdict != "right":
                     lines.append(f"    {label}: {text}")
         counts = ", ".join(f"{n} {v}" for v in _VERDICTS if (n := sum(f.verdict == v for f in self.findings)))
+        lines += [f"{_shortened(path, 50):<52}stores nothing: computed at each forward" for path in self.computed]
         lines.append(f"RoPE of this model: {self.verdict.upper()} ({counts or 'no RoPE buffer found'})")
         return "\n".join(lines)
 
@@ -104,6 +109,12 @@ def check_model(model: nn.Module, *, config: Any = None) -> Report:
         for name in found:
             report.findings.append(_examine(path, module, name, truths.get(name)))
     seen = {(f.module, f.buffer) for f in report.findings}
+    storing = {f.module for f in report.findings}
+    report.computed = [
+        path
+        for path, module in model.named_modules()
+        if path and path not in storing and _OWNER.search(type(module).__name__) and not _holds_tensors(module)
+    ]
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
             buffer = module._buffers.get(name)
@@ -145,6 +156,11 @@ def _rope_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]
         found = list(dict.fromkeys((*names, *attributes)))
         if found:
             yield path, module, found
+
+
+def _holds_tensors(module: nn.Module) -> bool:
+    own = (*module.parameters(), *module.buffers(), *vars(module).values())
+    return any(isinstance(value, Tensor) for value in own)
 
 
 def _is_rope(module: nn.Module, name: str) -> bool:

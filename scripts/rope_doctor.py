@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def status(reports: list[Report]) -> int:
-    verdicts = {report.verdict for report in reports if report.findings}
+    verdicts = {report.verdict for report in reports if report.findings or report.computed}
     if "wrong" in verdicts:
         return WRONG
     return RIGHT if verdicts == {"right"} else UNCHECKED
