@@ -23,6 +23,7 @@ from common.cache_liveness import (
 from common.ci_register import register_cpu_ci
 from multimodal_gen.runtime.layers.rotary_embedding import get_rope as get_image_rope
 from multimodal_gen.runtime.layers.rotary_embedding import get_rotary_pos_embed
+from multimodal_gen.runtime.layers.rotary_embedding.grid_cache import GRIDS
 from srt.layers.rotary_embedding import get_rope
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
@@ -228,7 +229,7 @@ def test_release_by_device_leaves_the_others():
 
 def test_what_was_overwritten_is_released_too():
     modules = [rope(), rope(get_image_rope)]
-    modules[0].cos_sin_cache.data.fill_(3.0)
+    modules[0].cos_sin_cache.fill_(3.0)
     stranger = torch.zeros(TOP, DIM)
     modules[1]._buffers["cos_sin_cache"] = stranger
     release_memory()
@@ -321,6 +322,19 @@ def test_a_sleep_without_any_call_is_noticed_by_the_rotation():
     model = [rope(), rope(neox=False)]
     overwrite(model[0].cos_sin_cache, 0xAB)
     assert right(model[0]) and right(model[1], neox=False)
+
+
+def test_positions_that_grids_were_asked_for_are_let_go_too():
+    GRIDS.at_positions(_of_positions, torch.arange(1000))
+    assert GRIDS._seen
+    release_memory("cuda")
+    assert GRIDS._seen
+    release_memory()
+    assert not GRIDS._seen
+
+
+def _of_positions(positions):
+    return (positions.float(),)
 
 
 # --- nobody is kept alive by the cache alone -------------------------------------------------------------------------------

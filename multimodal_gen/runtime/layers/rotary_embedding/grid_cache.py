@@ -179,6 +179,8 @@ class GridCache:
     def clear(self, device: torch.device | None = None) -> int:
         """Drop the grids on ``device``, or all; the bytes dropped. What callers hold stays theirs."""
         with self._lock:
+            if _lies_on(_CPU, device):
+                self._seen = {}
             return sum(self._drop(key) for key in list(self._entries) if _lies_on(key[-1], device))
 
     @property
