@@ -106,7 +106,7 @@ def tensor_fault(tensor: Tensor | None) -> str | None:
             return None
     if tensor.device.type == "meta":
         return "on meta"
-    if tensor.layout != torch.strided or tensor.numel() == 0:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.numel() == 0:
         return None
     try:
         held = tensor.untyped_storage().nbytes()
@@ -379,7 +379,12 @@ class LiveBuffers(nn.Module):
             if gone is not None:
                 return gone
             try:
-                odd = buffer.layout != torch.strided or buffer.is_neg() or (buffer.numel() and not buffer.data_ptr())
+                odd = (
+                    buffer.layout != torch.strided
+                    or buffer.is_nested
+                    or buffer.is_neg()
+                    or (buffer.numel() and not buffer.data_ptr())
+                )
             except (RuntimeError, NotImplementedError, ValueError):  # batched by functorch, nested, lazy ...
                 odd = True
             if odd:

@@ -175,6 +175,7 @@ FAULTS = {
     "batched": _batched,
     "being differentiated": _differentiated,
     "nested": _nested,
+    "nested without a layout": lambda m, n: _assign(m, n, torch.nested.nested_tensor(list(_buffer(m, n)[:3]))),
     "no tensor": lambda m, n: _assign(m, n, "cos and sin"),
     "deleted": _delete,
     "none": lambda m, n: setattr(m, n, None),
