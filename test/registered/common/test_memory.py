@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_tables_begin_with_the_limit_and_grow_on_demand_to_the_same_bits():
         rows.append(len(module.cos_sin_cache))
         assert torch.equal(module.cos_sin_cache, whole[: rows[-1]])
     assert rows == [64, 64, 128, 256, 3001, TOP]  # twice as many, or as many as are needed
-    assert rope() is module
+    assert rope() is module and module.heals == 0
 
 
 @pytest.mark.parametrize(
@@ -229,12 +230,13 @@ def test_release_by_device_leaves_the_others():
 
 def test_what_was_overwritten_is_released_too():
     modules = [rope(), rope(get_image_rope)]
-    modules[0].cos_sin_cache.fill_(3.0)
+    overwritten = modules[0].cos_sin_cache.fill_(3.0)
     stranger = torch.zeros(TOP, DIM)
     modules[1]._buffers["cos_sin_cache"] = stranger
     release_memory()
     assert cache_report()["bytes"] == 0 and stranger.untyped_storage().nbytes() == TABLE
     assert right(modules[0]) and right(modules[1])
+    assert modules[0].cos_sin_cache is overwritten
 
 
 def test_a_module_that_goes_to_meta_asleep_is_dead_not_asleep():
@@ -359,6 +361,14 @@ def test_evict_unused_sees_through_reference_cycles():
         assert evict_unused() == TABLE and len(_ROPE_DICT) == 0
     finally:
         gc.enable()
+
+
+def test_an_entry_that_goes_while_others_are_evicted():
+    rope()
+    rope(neox=False)
+    first, second = _ROPE_DICT
+    weakref.finalize(_ROPE_DICT[first], _ROPE_DICT.pop, second)
+    assert evict_unused() == TABLE and len(_ROPE_DICT) == 0
 
 
 @pytest.mark.parametrize("weak", [False, True])
