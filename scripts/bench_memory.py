@@ -111,6 +111,7 @@ def main() -> None:
         theirs = min(seconds(partial(upstreams_table, numbers)) for _ in range(times))
         builds, wakes = [], []
         for _ in range(5):  # by turns, so that both meet the same machine
+            module = None  # or the new one would share its memory
             builds.append(seconds(partial(build_anew, numbers)))
             module = ours(numbers)
             module.release_memory()
