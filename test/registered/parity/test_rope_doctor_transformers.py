@@ -6,6 +6,7 @@ And on transformers' real loader, which leaves a custom model's non-persistent b
 import inspect
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
@@ -222,6 +224,63 @@ def test_the_command_on_a_checkpoint(tmp_path, arguments):
         assert json.loads(done.stdout)["found"]["LlamaForCausalLM"]["verdict"] == "right"
     else:
         assert "RIGHT" in done.stdout
+
+
+REMOTE_CODE = """
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+class CustomConfig(PretrainedConfig):
+    model_type = "live_rope_remote"
+
+class Rotary(nn.Module):
+    def __init__(self, dim, base=10000.0):
+        super().__init__()
+        self.dim, self.base = dim, base
+        self.register_buffer("inv_freq", 1.0 / (base ** (torch.arange(0, dim, 2).float() / dim)), persistent=False)
+
+class CustomModel(PreTrainedModel):
+    config_class = CustomConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.linear = nn.Linear(4, 4)
+        self.rotary_emb = Rotary(32)
+        self.post_init()
+
+    def _init_weights(self, module):
+        pass
+"""
+
+
+def test_the_command_on_remote_code_that_the_loader_leaves_uninitialised(tmp_path):
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    (folder / "modeling_custom.py").write_text(REMOTE_CODE)
+    classes = {"AutoConfig": "modeling_custom.CustomConfig", "AutoModel": "modeling_custom.CustomModel"}
+    config = {"model_type": "live_rope_remote", "architectures": ["CustomModel"], "auto_map": classes}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {"linear.weight": torch.zeros(4, 4), "linear.bias": torch.zeros(4)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    command = [sys.executable, str(ROOT / "scripts" / "rope_doctor.py"), str(folder)]
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1"}
+
+    def run(*arguments):
+        return subprocess.run(
+            [*command, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    assert run().returncode == 2  # its code is not trusted
+    found = run("--trust-remote-code", "--json")
+    verdict = json.loads(found.stdout)["found"]["AutoModel"]["verdict"]
+    assert (found.returncode, verdict) in ((1, "wrong"), (0, "right"))  # memory may happen to hold the right values
+    assert run("--trust-remote-code", "--repair-check").returncode == 0
 
 
 def test_the_command_says_what_it_could_not_check(tmp_path):
