@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -278,21 +279,28 @@ def _from_config(module: nn.Module, names: list[str], config: Any) -> dict[str, 
         return {}
     values: dict[str, Tensor] = {}
     kinds = layer_types(config)
+
+    @cache
+    def frequencies(kind: str | None) -> tuple[Tensor, float]:
+        numbers = read_rope_config(config, layer_type=kind, max_position=None)
+        spec = normalize_rope(
+            numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
+        )
+        return spec.frequencies()
+
+    @cache
+    def full_table(kind: str | None, rows: int) -> Tensor:
+        return cos_sin_table(*frequencies(kind), rows)
+
     for name in names:
         kind = next((k for k in kinds if name.startswith(k)), None)
         present = _value(module, name)
         if present is None:
             continue
-        numbers = read_rope_config(config, layer_type=kind, max_position=None)
-        spec = normalize_rope(
-            numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
-        )
-        inv_freq, scale = spec.frequencies()
         if _FREQUENCIES.search(name):
-            values[name] = inv_freq
+            values[name] = frequencies(kind)[0]
             continue
-        rows = present.shape[-2] if present.dim() > 1 else present.shape[0]
-        table = cos_sin_table(inv_freq, scale, rows)
+        table = full_table(kind, present.shape[-2] if present.dim() > 1 else present.shape[0])
         half = table.shape[1] // 2
         if name == "embed_positions":  # GPT-J's table has the sines first
             table = table.roll(half, dims=1)

@@ -526,11 +526,6 @@ class RopeSpec:
         return max(self.max_position, math.ceil(original * factor))
 
 
-def full_rows(spec: RopeSpec) -> int:
-    """Positions that the rope is made for; beyond, a table grows only where its type allows."""
-    return spec.full_rows
-
-
 def table_rows(spec: RopeSpec) -> int:
     """Rows that a table begins with: those the rope is made for, but no more than the limit."""
     limit = table_limit()

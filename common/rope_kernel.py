@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import struct
 import threading
@@ -25,9 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from common import cache_liveness
-from common.cache_liveness import DeadBufferError, tensor_fault
-
-logger = logging.getLogger("live_rope")
+from common.cache_liveness import DeadBufferError, logger, tensor_fault
 
 
 class DeadRowError(DeadBufferError):

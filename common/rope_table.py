@@ -98,9 +98,10 @@ class RopeTable(LiveBuffers):
         if rows <= self._rows:
             return
         spec, last = self.spec, rows - 1
-        full = rope_frequencies.full_rows(spec)
-        if last >= full and not spec.grows:
-            raise IndexError(f"position {last} is beyond the {full} positions of this {spec.rope_type!r} rope")
+        if last >= spec.full_rows and not spec.grows:
+            raise IndexError(
+                f"position {last} is beyond the {spec.full_rows} positions of this {spec.rope_type!r} rope"
+            )
         if last >= EXACT_POSITIONS:
             raise IndexError(f"position {last} is beyond {EXACT_POSITIONS}, up to which float32 holds every position")
         with cache_liveness._LOCK:
@@ -129,7 +130,7 @@ class RopeTable(LiveBuffers):
         if need <= self._rows:  # grown meanwhile, or the table was cut short
             self._look_again()
             return
-        full = rope_frequencies.full_rows(self.spec)
+        full = self.spec.full_rows
         ceiling = EXACT_POSITIONS if need > full and self.spec.grows else full
         self.reserve(max(need, min(2 * self._rows, ceiling)))
 

@@ -151,12 +151,10 @@ class Case:
         return float(error.max()) if bool((error <= self.allowed).all()) else math.inf
 
     def unguarded(self) -> Unguarded:
-        angle = self.angle.float() if not self.llm else None
-        if angle is None:
-            top = torch.zeros(self.numbers["max_position"], self.numbers["rotary_dim"])
-            top[self.positions] = (torch.cat((self.angle.cos(), self.angle.sin()), dim=-1) * self.scale).float()
-            return Unguarded(top, self.neox)
-        return Unguarded(torch.cat((angle.cos(), angle.sin()), dim=-1), self.neox)
+        rows = (torch.cat((self.angle.cos(), self.angle.sin()), dim=-1) * self.scale).float()
+        table = torch.zeros(int(self.positions.max()) + 1, rows.shape[1])
+        table[self.positions] = rows
+        return Unguarded(table, self.neox)
 
 
 # --- teardown -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,9 @@
-"""What tests of both subsystems share: the ways in which another owner tears a shared module down."""
+"""What tests share: ways to tear a module down, both ways to rotate, and a process without other tests' entries.
+
+Imports of the packages stand in the fixtures: tests that need only the standard library load this file too.
+"""
+
+import gc
 
 import pytest
 
@@ -29,3 +34,30 @@ _TEARDOWNS = {"to meta": _to_meta, "meta assigned": _assign_meta, "storage freed
 def teardown(request):
     """A function that kills a module's buffers as another owner's teardown does."""
     return request.param
+
+
+@pytest.fixture(params=["c", "torch"])
+def kernel(request, monkeypatch):
+    """Both ways to rotate on a CPU; the name of the one in use."""
+    from common import rope_kernel
+
+    if request.param == "torch":
+        monkeypatch.setattr(rope_kernel, "_library", None)
+    elif rope_kernel._library is None:
+        pytest.skip("the C kernel was not built here")
+    return request.param
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """No entries of other tests, no limit, strong caches."""
+    from common import rope_frequencies
+    from common.cache_liveness import clear_caches, set_caches_weak
+
+    monkeypatch.setattr(rope_frequencies, "_limit_is_set", False)
+    monkeypatch.delenv("LIVE_ROPE_TABLE_LIMIT", raising=False)
+    clear_caches()
+    gc.collect()
+    yield
+    set_caches_weak(False)
+    clear_caches()

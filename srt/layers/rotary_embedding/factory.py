@@ -70,19 +70,8 @@ def get_rope(
         ValueError, TypeError: an argument is wrong; the message names it, its value and what was expected. Nothing
             is cached then.
     """
-    return _shared(
-        cache,
-        None,
-        head_size,
-        rotary_dim,
-        max_position,
-        base,
-        is_neox_style,
-        rope_scaling,
-        dtype,
-        partial_rotary_factor,
-        dual_chunk_attention_config,
-    )
+    numbers = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+    return _shared(*numbers, dual_chunk=dual_chunk_attention_config, cache=cache)
 
 
 def get_rope_cpu(
@@ -97,19 +86,8 @@ def get_rope_cpu(
     device: torch.device | str | None = None,
 ) -> RotaryEmbedding:
     """As :func:`get_rope`; a new table is built on ``device``, by default the CPU, whatever the default device is."""
-    device = "cpu" if device is None else device
-    return _shared(
-        None,
-        device,
-        head_size,
-        rotary_dim,
-        max_position,
-        base,
-        is_neox_style,
-        rope_scaling,
-        dtype,
-        partial_rotary_factor,
-    )
+    numbers = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+    return _shared(*numbers, device="cpu" if device is None else device)
 
 
 def get_rope_wrapper(
@@ -182,8 +160,6 @@ def _layer(spec: RopeSpec) -> type[RotaryEmbedding]:
 
 
 def _shared(
-    cache: MutableMapping | None,
-    device: torch.device | str | None,
     head_size: int,
     rotary_dim: int,
     max_position: int,
@@ -192,7 +168,10 @@ def _shared(
     rope_scaling: dict[str, Any] | None,
     dtype: torch.dtype | None,
     partial_rotary_factor: float,
+    *,
     dual_chunk: dict[str, Any] | None = None,
+    cache: MutableMapping | None = None,
+    device: torch.device | str | None = None,
 ) -> RotaryEmbedding:
     dtype = check_dtype(dtype)
     if isinstance(rope_scaling, Mapping) and rope_scaling.get("use_fope"):

@@ -24,21 +24,10 @@ from multimodal_gen.runtime.layers.rotary_embedding import get_rotary_pos_embed
 from srt.layers.rotary_embedding import get_rope
 
 register_cpu_ci(est_time=8, suite="base-a-test-cpu")
+pytestmark = pytest.mark.usefixtures("alone")
 
 DIM, TOP, BASE = 32, 4096, 10000.0
 TABLE = TOP * DIM * 4
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No entries of other tests, no limit, strong caches."""
-    monkeypatch.setattr(rope_frequencies, "_limit_is_set", False)
-    monkeypatch.delenv("LIVE_ROPE_TABLE_LIMIT", raising=False)
-    clear_caches()
-    gc.collect()
-    yield
-    set_caches_weak(False)
-    clear_caches()
 
 
 def rope(neox=True, get=get_rope):

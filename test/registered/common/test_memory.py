@@ -29,21 +29,10 @@ from srt.layers.rotary_embedding import get_rope
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
+pytestmark = pytest.mark.usefixtures("alone")
 
 DIM, TOP, BASE = 32, 4096, 10000.0
 TABLE = TOP * DIM * 4
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """No entries of other tests, no limit, strong caches."""
-    monkeypatch.setattr(rope_frequencies, "_limit_is_set", False)
-    monkeypatch.delenv("LIVE_ROPE_TABLE_LIMIT", raising=False)
-    clear_caches()
-    gc.collect()
-    yield
-    set_caches_weak(False)
-    clear_caches()
 
 
 def rope(get=get_rope, neox=True, dtype=torch.float32, head=DIM, top=TOP, scaling=None):

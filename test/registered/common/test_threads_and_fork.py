@@ -48,6 +48,14 @@ def rotates_right(rope, base, seed):
     return bool((ours.double() - expected).abs().max() < 1e-3)
 
 
+def run(threads):
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+
+
 KILLS = (
     lambda rope: rope.to("meta"),
     lambda rope: rope.to_empty(device="cpu"),
@@ -88,11 +96,7 @@ def test_many_threads_look_up_kill_and_rotate():
 
     threads = [threading.Thread(target=use, args=(i,)) for i in range(8)]
     threads += [threading.Thread(target=kill, args=(100 + i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run(threads)
     assert not wrong, wrong[:5]
 
 
@@ -117,11 +121,7 @@ def test_memory_released_while_rotations_run_is_not_taken_from_under_them():
                 wrong.append(repr(error))
 
     threads = [threading.Thread(target=act) for act in (release, use, use)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    run(threads)
     assert not wrong, wrong[:5]
 
 

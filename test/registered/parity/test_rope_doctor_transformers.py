@@ -251,6 +251,12 @@ class CustomModel(PreTrainedModel):
 
     def _init_weights(self, module):
         pass
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        model = super().from_pretrained(*args, **kwargs)
+        model.rotary_emb.inv_freq.data.fill_(3e-39)  # what a loader's memory may hold
+        return model
 """
 
 
@@ -279,7 +285,7 @@ def test_the_command_on_remote_code_that_the_loader_leaves_uninitialised(tmp_pat
     assert run().returncode == 2  # its code is not trusted
     found = run("--trust-remote-code", "--json")
     verdict = json.loads(found.stdout)["found"]["AutoModel"]["verdict"]
-    assert (found.returncode, verdict) in ((1, "wrong"), (0, "right"))  # memory may happen to hold the right values
+    assert (found.returncode, verdict) == (1, "wrong")
     assert run("--trust-remote-code", "--repair-check").returncode == 0
 
 

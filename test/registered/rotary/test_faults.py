@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import srt.layers.rotary_embedding as ropes
-from common import rope_kernel
 from common.cache_liveness import DeadBufferError
 from common.ci_register import register_cpu_ci
 from srt.layers.rotary_embedding import get_rope
@@ -108,15 +107,6 @@ def empty_cache():
     _ROPE_DICT.clear()
     yield
     _ROPE_DICT.clear()
-
-
-@pytest.fixture(params=["c", "torch"])
-def kernel(request, monkeypatch):
-    """Both ways to rotate on a CPU."""
-    if request.param == "torch":
-        monkeypatch.setattr(rope_kernel, "_library", None)
-    elif rope_kernel._library is None:
-        pytest.skip("the C kernel was not built here")
 
 
 @pytest.mark.parametrize("fault", faults.FAULTS)
