@@ -259,10 +259,13 @@ class LiveBuffers(nn.Module):
         """Right values on ``device``: views of an equal module's memory, or derived and moved there."""
         key = self.derivation()
         for other in list(_OWNERS.get((key, str(device)), ())) if key is not None else ():
-            # verified: its memory may have been overwritten without a trace
-            if other is not self and other._on(device) and other.fault(verify=True) is None:
+            # verified: its memory may have been overwritten without a trace. The tensors that were looked at, since
+            # an owner that asks no lock may put others in their place meanwhile
+            shared = {n: other._buffers.get(n) for n in self._shapes}
+            there = all(isinstance(b, Tensor) and b.device == device for b in shared.values())
+            if other is not self and there and all(other._fault(n, b, True) is None for n, b in shared.items()):
                 self._checks = other._checks
-                return born_clean(lambda other=other: {n: other._buffers[n].detach() for n in self._shapes})
+                return born_clean(lambda shared=shared: {n: b.detach() for n, b in shared.items()})
 
         def build() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             derived = self.derive()
@@ -271,9 +274,6 @@ class LiveBuffers(nn.Module):
 
         values, self._checks = born_clean(build)
         return values
-
-    def _on(self, device: torch.device) -> bool:
-        return all(isinstance(b, Tensor) and b.device == device for b in map(self._buffers.get, self._shapes))
 
     def _register(self, name: str, tensor: Tensor) -> None:
         """Put ``tensor`` where ``self.<name>`` finds it, whatever was assigned under that name."""
@@ -355,7 +355,8 @@ class LiveBuffers(nn.Module):
         buffers = self._buffers
         try:
             for name, known in self._fingerprints.items():
-                if _facts(buffers[name]) != known and self._fault(name) is not None:
+                buffer = buffers[name]
+                if _facts(buffer) != known and self._fault(name, buffer) is not None:
                     return False
         except (AttributeError, KeyError, RuntimeError, NotImplementedError):
             return False
@@ -367,14 +368,15 @@ class LiveBuffers(nn.Module):
         accepted if equal; ``verify`` compares the unchanged ones too."""
         with _LOCK:
             for name in self._shapes:
-                fault = self._fault(name, verify)
+                fault = self._fault(name, self._buffers.get(name), verify)
                 if fault is not None:
                     return name, fault
         return None
 
-    def _fault(self, name: str, verify: bool = False) -> str | None:
+    def _fault(self, name: str, buffer: Tensor | None, verify: bool = False) -> str | None:
+        """What is wrong with ``buffer``, found under ``name``. The caller goes on with the tensor that it asked about:
+        what lies under the name may be another one by then."""
         with _LOCK:
-            buffer = self._buffers.get(name)
             gone = "missing" if not isinstance(buffer, Tensor) else tensor_fault(buffer)
             if gone is not None:
                 return gone
@@ -427,24 +429,21 @@ class LiveBuffers(nn.Module):
                 return self._twin(device).live(name)
             if self._asleep:
                 logger.info("%s: waking %s", type(self).__name__, name)
-                self._rebuild(device)
-            else:
-                fault = self._fault(name)
-                if fault is not None:
-                    self.heal(name, fault, device)
-            return self._buffers[name]
+                return self._rebuild(device)[name]
+            fault = self._fault(name, buffer)
+            return buffer if fault is None else self.heal(name, fault, device)[name]
 
     @untraced
-    def heal(self, name: str, fault: str, device: torch.device | None = None) -> None:
-        """Rebuild every derived buffer, with one warning that says what was wrong with ``name``."""
+    def heal(self, name: str, fault: str, device: torch.device | None = None) -> dict[str, Tensor]:
+        """Rebuild every derived buffer, with one warning that says what was wrong with ``name``; the right tensors."""
         with _LOCK:
             self.heals += 1
             if not fault.startswith("a parameter"):  # following a parameter is no accident
                 logger.warning("%s: rebuilding buffer %s (%s)", type(self).__name__, name, fault)
-            self._rebuild(device)
+            return self._rebuild(device)
 
-    def _rebuild(self, device: torch.device | None) -> None:
-        """Make every derived buffer right again: where it lies if its memory is ours, else anew."""
+    def _rebuild(self, device: torch.device | None) -> dict[str, Tensor]:
+        """Make every derived buffer right again: where it lies if its memory is ours, else anew; the right tensors."""
         present = [b for b in map(self._buffers.get, self._shapes) if isinstance(b, Tensor)]
         if device is None or (present and present[0].device.type == device.type and device.index is None):
             real = [b.device for b in present if b.device.type != "meta" and not _is_fake(b)]
@@ -472,6 +471,7 @@ class LiveBuffers(nn.Module):
         for name, value in values.items():
             self._adopt(name, value)
         self._own()
+        return values
 
     def _made(self, buffer: Tensor | None, name: str, device: torch.device) -> bool:
         """Whether ``buffer`` is the tensor that we registered, and lies on ``device``: no other is written to."""
@@ -521,7 +521,7 @@ class LiveBuffers(nn.Module):
         state = self.__dict__.copy()
         first = next((b for b in map(self._buffers.get, self._shapes) if isinstance(b, Tensor)), None)
         state["_home"] = str(first.device) if first is not None else "cpu"
-        state["_buffers"] = {n: b for n, b in self._buffers.items() if n not in self._shapes}
+        state["_buffers"] = {n: b for n, b in dict(self._buffers).items() if n not in self._shapes}
         for name in ("_fingerprints", "_sole", "_storages", "_checks", "_twins", "_owned", "_asleep", "heals"):
             state.pop(name, None)
         return state

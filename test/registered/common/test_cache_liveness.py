@@ -247,6 +247,23 @@ def test_builds_at_exit():
     assert done.stdout.strip() == "8.0", done.stderr
 
 
+def test_an_owner_that_pulls_the_buffer_away_while_it_is_healed_does_not_harm_the_reader(monkeypatch):
+    module = Powers(16)
+    own = module._own
+    monkeypatch.setattr(module, "_own", lambda: (own(), module._buffers.clear()))  # the last step of a rebuild
+    for _ in range(3):
+        assert torch.equal(module.live("powers"), true_powers(16))
+        module._buffers.clear()
+
+
+def test_an_owner_that_pulls_the_buffer_away_while_it_is_compared_does_not_harm_an_equal_module(monkeypatch):
+    first = Powers(16)
+    monkeypatch.setattr(
+        first, "_adopt", lambda name, _: name == "sums" and first._buffers.clear()
+    )  # compared, then gone
+    assert_right(Powers(16))
+
+
 def test_equal_values_are_accepted_and_kept():
     module = Powers(16, shareable=False)
     loaded = module.powers.clone()
