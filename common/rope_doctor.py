@@ -1,38 +1,27 @@
 """Is this model's RoPE right? Checks and repairs the RoPE buffers of any model, ours or not, and guards foreign caches.
 
-Nothing of any model library is imported: modules are known by what they carry. A buffer's truth is looked for in this
-order: a live module's own derivation; the module's own way of deriving, run anew in a clean thread; the model's config;
-and the mathematics that any such buffer obeys. The report says which was used.
+What a buffer should be is found by :mod:`common.rope_truth`; where nothing is known of it, it is held against the
+mathematics that any such buffer obeys. The report says which was used.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-import re
+from collections import UserDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from common.cache_liveness import LiveBuffers, born_clean, find_dead_buffer, get_live_entry, tensor_fault
-from common.rope_config import layer_types, read_rope_config
-from common.rope_frequencies import cos_sin_table, normalize_rope
+from common.cache_liveness import LiveBuffers, find_dead_buffer, get_live_entry, tensor_fault
+from common.rope_truth import COS, FREQUENCIES, JOINED, OWNER, SIN, Slot, Truth, Truths, holds_tensors, rope_slots
 
-# Names that such buffers have: inverse frequencies, cos and sin tables, apart or joined, complex tables.
-_FREQUENCIES = re.compile(r"(^|_)inv_freqs?$|^freq$|^inv_timescale$")
-_COS = re.compile(r"(^|_)cos(_cached|_cache|_table)?$|^cos_cached_total$")
-_SIN = re.compile(r"(^|_)sin(_cached|_cache|_table)?$|^sin_cached_total$")
-_JOINED = re.compile(r"cos_sin(_cache|_table)?$|^embed_positions$")
-_COMPLEX = re.compile(r"^freqs_c(is|i)$|^(pos|neg)_freqs$|^freqs$|^freqs_complex$")
-_OWNER = re.compile(r"rotary|rope|posembed|pos_embed|positionembed", re.IGNORECASE)
 _ROWS = 4096  # rows of a table looked at together: reductions, not tables, go to the host
-
 _VERDICTS = ("right", "degraded", "wrong", "dead", "unverified")
+_ADVICE = "repair_model, or load the model again"
+_ADVICE_CAST = "repair_model, and keep these buffers in float32 when the model is cast"
 
 
 @dataclass(frozen=True)
@@ -104,17 +93,13 @@ def check_model(model: nn.Module, *, config: Any = None) -> Report:
         model: any module: transformers, diffusers, vLLM- or sglang-shaped, remote code, or bare.
         config: the model's config, object or dict, if it does not carry one.
     """
-    report = Report()
-    for path, module, found in _rope_modules(model):
-        truths = _truths(module, found, config if config is not None else getattr(model, "config", None))
-        for name in found:
-            report.findings.append(_examine(path, module, name, truths.get(name)))
+    report = Report([_examine(path, slot, truth) for path, slot, truth in _with_truths(model, config)])
     seen = {(f.module, f.buffer) for f in report.findings}
     storing = {f.module for f in report.findings}
     report.computed = [
         path
         for path, module in model.named_modules()
-        if path and path not in storing and _OWNER.search(type(module).__name__) and not _holds_tensors(module)
+        if path and path not in storing and OWNER.search(type(module).__name__) and not holds_tensors(module)
     ]
     for path, module in model.named_modules():
         for name in module._non_persistent_buffers_set:
@@ -134,47 +119,28 @@ def repair_model(model: nn.Module, *, config: Any = None) -> Report:
         be verified is not touched.
     """
     done = Report()
-    for path, module, found in _rope_modules(model):
-        truths = _truths(module, found, config if config is not None else getattr(model, "config", None))
-        for name in found:
-            finding = _examine(path, module, name, truths.get(name))
-            if finding.verdict not in ("dead", "wrong", "degraded") or truths.get(name) is None:
-                continue
-            _rewrite(module, name, truths[name][1], _home(model))
-            done.findings.append(_examine(path, module, name, truths[name]))
+    for path, slot, truth in _with_truths(model, config):
+        verdict = _examine(path, slot, truth).verdict
+        if truth is None or verdict in ("right", "unverified") or (truth.assumed and verdict != "degraded"):
+            continue
+        _rewrite(slot, truth.values[0], _home(model))
+        done.findings.append(_examine(path, slot, truth))
     return done
 
 
-# --- which modules and buffers -----------------------------------------------------------------------------------------
+def _with_truths(model: nn.Module, config: Any) -> Iterator[tuple[str, Slot, Truth | None]]:
+    """Each RoPE tensor of ``model`` with the path of its module and what it should be."""
 
+    def accepts(value: Tensor | None, truth: Truth) -> bool:
+        return tensor_fault(value) is None and _best_of("", "", value, truth).verdict == "right"
 
-def _rope_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[str]]]:
+    truths = Truths(model, config, accepts)
     for path, module in model.named_modules():
-        names = [n for n in module._buffers if _is_rope(module, n)]
-        if isinstance(module, LiveBuffers):
-            names = list(module._shapes)
-        attributes = (n for n, v in vars(module).items() if isinstance(v, Tensor) and _is_rope(module, n))
-        found = list(dict.fromkeys((*names, *attributes)))
-        if found:
-            yield path, module, found
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    own = (*module.parameters(), *module.buffers(), *vars(module).values())
-    return any(isinstance(value, Tensor) for value in own)
-
-
-def _is_rope(module: nn.Module, name: str) -> bool:
-    if name.startswith("_"):
-        return False
-    if _FREQUENCIES.search(name) or _JOINED.search(name) or _COMPLEX.search(name):
-        return name not in ("freqs", "freq", "embed_positions") or bool(_OWNER.search(type(module).__name__))
-    return bool((_COS.search(name) or _SIN.search(name)) and name not in module._parameters)
-
-
-def _value(module: nn.Module, name: str) -> Tensor | None:
-    value = module._buffers[name] if name in module._buffers else vars(module).get(name)
-    return value if isinstance(value, Tensor) else None
+        slots = rope_slots(module)
+        known = truths.of(path, module, slots) if slots else {}
+        for slot in slots:
+            if slot.get() is not None or slot.name in known or isinstance(module, LiveBuffers):  # else not yet made
+                yield path, slot, known.get(slot.name)
 
 
 def _home(model: nn.Module) -> torch.device:
@@ -183,297 +149,14 @@ def _home(model: nn.Module) -> torch.device:
     return next((t.device for t in tensors if t.device.type != "meta"), torch.device("cpu"))
 
 
-# --- truth -------------------------------------------------------------------------------------------------------------
-
-Truth = tuple[str, Tensor]
-
-
-def _truths(module: nn.Module, names: list[str], config: Any) -> dict[str, Truth]:
-    """For each buffer what it should be, with the source's name: the first source that has it in the right shape."""
-    found: dict[str, Truth] = {}
-    for source, derive in (
-        ("derivation", _from_live_module),
-        ("own method", _from_own_method),
-        ("config", lambda m: _from_config(m, names, config)),
-    ):
-        missing = [name for name in names if name not in found]
-        if not missing:
-            break
-        try:
-            derived = born_clean(derive, module)
-        except Exception:  # noqa: BLE001 - foreign code may raise anything: then the next source is asked
-            continue
-        for name in missing:
-            value, present = derived.get(name), _value(module, name)
-            if isinstance(value, Tensor) and (present is None or value.shape == present.shape) and _plausible(value):
-                found[name] = (source, value)
-    return found
-
-
-def _plausible(value: Tensor) -> bool:
-    return tensor_fault(value) is None and bool(
-        torch.isfinite(torch.view_as_real(value) if value.is_complex() else value).all()
-    )
-
-
-def _from_live_module(module: nn.Module) -> dict[str, Tensor]:
-    return module.derive() if isinstance(module, LiveBuffers) else {}
-
-
-def _from_own_method(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module built anew from the arguments that the present one kept, or by the method it has for it."""
-    values: dict[str, Tensor] = {}
-    fresh = _built_anew(module)
-    if fresh is not None:
-        values.update({n: v for n, v in fresh._buffers.items() if v is not None})
-        values.update({n: v for n, v in vars(fresh).items() if isinstance(v, Tensor)})
-        return values
-    # vLLM's and sglang's shape: methods that compute the table from attributes
-    bare = copy.copy(module)
-    compute = getattr(type(module), "_compute_cos_sin_cache", None)
-    if compute is not None:
-        with torch.device("cpu"):
-            values["cos_sin_cache"] = compute(bare)
-    frequencies = getattr(type(module), "_compute_inv_freq", None)
-    if frequencies is not None and hasattr(module, "base"):
-        with torch.device("cpu"):
-            values["inv_freq"] = frequencies(bare, module.base)
-    return values
-
-
-def _built_anew(module: nn.Module) -> nn.Module | None:
-    """``type(module)`` called with the arguments that its attributes still hold, if it takes nothing else."""
-    if next(module.parameters(), None) is not None or isinstance(module, LiveBuffers):
-        return None
-    arguments = {}
-    for name, parameter in list(inspect.signature(type(module).__init__).parameters.items())[1:]:
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or name == "device":
-            continue
-        for attribute in (name, f"_{name}", *_ALIASES.get(name, ())):
-            if attribute in vars(module):
-                arguments[name] = vars(module)[attribute]
-                break
-        else:
-            if parameter.default is parameter.empty:
-                return None
-            # an argument with a default that left no trace may have been another: only its own table can tell
-    if any(isinstance(value, (Tensor, nn.Module)) for value in arguments.values()):
-        return None
-    with torch.device("cpu"):
-        return type(module)(**arguments)
-
-
-_ALIASES = {
-    "rope_theta": ("theta", "base"),
-    "theta": ("base", "rope_theta"),
-    "base": ("theta", "rope_theta"),
-    "dim": ("rotary_dim", "head_dim"),
-    "max_position_embeddings": ("max_seq_len_cached", "max_seq_len"),
-}
-
-
-def _from_config(module: nn.Module, names: list[str], config: Any) -> dict[str, Tensor]:
-    """Frequencies and tables by the config that the module or its model carries."""
-    config = getattr(module, "config", None) or config
-    if config is None:
-        return {}
-    values: dict[str, Tensor] = {}
-    kinds = layer_types(config)
-
-    @cache
-    def frequencies(kind: str | None) -> tuple[Tensor, float]:
-        numbers = read_rope_config(config, layer_type=kind, max_position=None)
-        spec = normalize_rope(
-            numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
-        )
-        return spec.frequencies()
-
-    @cache
-    def full_table(kind: str | None, rows: int) -> Tensor:
-        return cos_sin_table(*frequencies(kind), rows)
-
-    for name in names:
-        kind = next((k for k in kinds if name.startswith(k)), None)
-        present = _value(module, name)
-        if present is None:
-            continue
-        if _FREQUENCIES.search(name):
-            values[name] = frequencies(kind)[0]
-            continue
-        table = full_table(kind, present.shape[-2] if present.dim() > 1 else present.shape[0])
-        half = table.shape[1] // 2
-        if name == "embed_positions":  # GPT-J's table has the sines first
-            table = table.roll(half, dims=1)
-        part = table if _JOINED.search(name) else table[:, half:] if _SIN.search(name) else table[:, :half]
-        values[name] = torch.cat((part, part), dim=1) if present.shape[-1] == 2 * part.shape[1] else part
-        values[name] = values[name].reshape(present.shape) if values[name].numel() == present.numel() else values[name]
-    return values
-
-
-# --- judgement ----------------------------------------------------------------------------------------------------------
-
-
-def _dead(path: str, name: str, fault: str, truth: str) -> Finding:
-    cause = "meta" if "meta" in fault else "freed" if "storage" in fault else fault
-    return Finding(path, name, "dead", truth, math.inf, "everywhere", cause, "repair_model, or load the model again")
-
-
-def _examine(path: str, module: nn.Module, name: str, truth: Truth | None) -> Finding:
-    value = _value(module, name)
-    fault = tensor_fault(value)
-    if fault is not None:
-        return _dead(path, name, fault, truth[0] if truth else "memory")
-    if truth is None:
-        return _by_mathematics(path, name, value)
-    source, expected = truth
-    if value.shape != expected.shape:
-        return Finding(
-            path, name, "unverified", source, 0.0, "", f"shape {tuple(value.shape)}, not {tuple(expected.shape)}", ""
-        )
-    error, where = _difference(value, expected)
-    if error == 0.0:
-        verdict = (
-            "degraded" if _is_smaller(value.dtype, expected.dtype) and not _survives(expected, value.dtype) else "right"
-        )
-        if verdict == "right":
-            return Finding(path, name, "right", source)
-    for dtype in (torch.bfloat16, torch.float16):
-        if not value.is_complex() and _difference(value, expected.to(dtype).to(expected.dtype))[0] == 0.0:
-            return Finding(
-                path,
-                name,
-                "degraded",
-                source,
-                error,
-                where,
-                f"cast to {str(dtype).removeprefix('torch.')}",
-                _ADVICE_CAST,
-            )
-    if _rounding_only(value, expected, error):
-        return Finding(path, name, "right", source, error)
-    return Finding(path, name, "wrong", source, error, where, _cause(value), "repair_model, or load the model again")
-
-
-_ADVICE_CAST = "repair_model, and keep these buffers in float32 when the model is cast"
-
-
-def _is_smaller(dtype: torch.dtype, than: torch.dtype) -> bool:
-    return dtype.itemsize < than.itemsize
-
-
-def _survives(expected: Tensor, dtype: torch.dtype) -> bool:
-    return bool((expected.to(dtype).to(expected.dtype) == expected).all())
-
-
-def _rounding_only(value: Tensor, expected: Tensor, error: float) -> bool:
-    """Whether the difference is that of another order of float32 operations or another device's cosine."""
-    if value.dtype != expected.dtype or not math.isfinite(error):
-        return False
-    if value.dim() == 1:  # frequencies: relative
-        tiny = torch.finfo(torch.float32).tiny
-        relative = ((value - expected.to(value.device)).abs() / expected.to(value.device).abs().clamp_min(tiny)).max()
-        return float(relative) < 1e-6
-    return error < 1e-6
-
-
-def _difference(value: Tensor, expected: Tensor) -> tuple[float, str]:
-    """The largest difference and the first place where there is one; block by block on the value's device."""
-    largest, first = 0.0, ""
-    rows = value.reshape(value.shape[0], -1) if value.dim() > 1 else value.reshape(1, -1)
-    truth = expected.reshape(rows.shape)
-    for at in range(0, len(rows), _ROWS):
-        ours = rows[at : at + _ROWS].detach()
-        theirs = truth[at : at + _ROWS].to(ours.device)
-        kind = torch.complex128 if theirs.is_complex() else torch.float64
-        gap = (ours.to(kind) - theirs.to(kind)).abs()
-        gap = torch.where(torch.isnan(gap), math.inf, gap)
-        worst = float(gap.max()) if gap.numel() else 0.0
-        if worst > 0.0 and not first:
-            row, column = (gap > 0).nonzero()[0].tolist()
-            first = f"frequency {column}" if value.dim() == 1 else f"position {at + row}, column {column}"
-        largest = max(largest, worst)
-    return largest, first
-
-
-def _cause(value: Tensor) -> str:
-    """What most likely happened to a wrong buffer."""
-    flat = torch.view_as_real(value) if value.is_complex() else value
-    head = flat.reshape(-1)[: 1 << 20].double()
-    if not bool(torch.isfinite(head).all()):
-        return "uninitialised or overwritten: not finite"
-    if not bool(head.any()):
-        return "zero-filled"
-    size = float(head.abs().max())
-    if size > 1e3 or size < 1e-20 or bool((head[1:] == head[:-1]).all()):
-        return "uninitialised: values that no such buffer has"
-    return "other parameters, or overwritten: plausible values of another rope"
-
-
-def _by_mathematics(path: str, name: str, value: Tensor) -> Finding:
-    """What can be said without knowing the numbers: wrong for certain, or unverified."""
-    if _FREQUENCIES.search(name) and value.dim() == 1:
-        wrong = _frequencies_fault(value.detach().double().cpu())
-    else:
-        wrong = _table_fault(name, value)
-    if wrong is not None:
-        return Finding(path, name, "wrong", "mathematics", math.inf, wrong, _cause(value), "load the model again")
-    return Finding(
-        path,
-        name,
-        "unverified",
-        "mathematics",
-        0.0,
-        "",
-        "",
-        "consistent in itself; give check_model the model's config",
-    )
-
-
-def _frequencies_fault(frequencies: Tensor) -> str | None:
-    if not bool(torch.isfinite(frequencies).all()):
-        return "not finite"
-    if bool((frequencies < 0).any()) or not bool(frequencies.any()):
-        return "frequencies are not positive"
-    if float(frequencies.max()) > 1.0 + 1e-3:
-        return f"a frequency of {float(frequencies.max()):.3g}, above 1"
-    if bool((frequencies[1:] > frequencies[:-1] * (1 + 1e-6)).any()) and bool((frequencies > 0).all()):
-        falls = frequencies[1:] > frequencies[:-1] * (1 + 1e-6)
-        if int(falls.sum()) > 1:  # one rise is where a second axis begins
-            return f"frequencies rise at {int(falls.nonzero()[0])}"
-    return None
-
-
-def _table_fault(name: str, value: Tensor) -> str | None:
-    table = (torch.view_as_real(value) if value.is_complex() else value).detach()
-    rows = table.reshape(table.shape[0], -1)
-    for at in range(0, len(rows), _ROWS):
-        block = rows[at : at + _ROWS]
-        bad = ~torch.isfinite(block).all(dim=1)
-        if bool(bad.any()):
-            return f"position {at + int(bad.nonzero()[0])} is not finite"
-        if value.is_complex():
-            bad = (value.reshape(len(rows), -1)[at : at + _ROWS].abs() - 1).abs().amax(dim=1) > 1e-2
-        elif _JOINED.search(name) and block.shape[1] % 2 == 0:
-            first, second = block.double().chunk(2, dim=1)
-            norm = first.square() + second.square()
-            bad = (norm - norm[:, :1]).abs().amax(dim=1) > 1e-2 * norm[:, 0].clamp_min(1e-3)
-            bad |= norm[:, 0] < 1e-6
-        else:
-            bad = block.abs().amax(dim=1) > 4
-            bad |= (not _SIN.search(name)) & ~block.any(dim=1)
-        if bool(bad.any()):
-            return f"position {at + int(bad.nonzero()[0])} is no rotation"
-    return None
-
-
-def _rewrite(module: nn.Module, name: str, expected: Tensor, home: torch.device) -> None:
+def _rewrite(slot: Slot, expected: Tensor, home: torch.device) -> None:
+    module, value = slot.module, slot.get()
     if isinstance(module, LiveBuffers):
-        module.live(name)
+        module.live(slot.name)
         fault = module.fault(verify=True)
         if fault is not None:
             module.heal(*fault)
         return
-    value = _value(module, name)
     with torch.no_grad():
         if (
             value is not None
@@ -485,72 +168,273 @@ def _rewrite(module: nn.Module, name: str, expected: Tensor, home: torch.device)
             value.copy_(expected)
             return
         device = value.device if value is not None and value.device.type != "meta" else home
-        fresh = expected.to(device).clone()
-    if name in module._buffers:
-        module._buffers[name] = fresh
+        slot.put(expected.to(device).clone())
+
+
+# --- judgement ----------------------------------------------------------------------------------------------------------
+
+
+def _dead(path: str, name: str, fault: str, truth: str) -> Finding:
+    cause = "meta" if "meta" in fault else "freed" if "storage" in fault else fault
+    return Finding(path, name, "dead", truth, math.inf, "everywhere", cause, _ADVICE)
+
+
+def _examine(path: str, slot: Slot, truth: Truth | None) -> Finding:
+    name, value = slot.name, slot.get()
+    if isinstance(slot.module, LiveBuffers) and slot.module._asleep:
+        return Finding(path, name, "right", "derivation", cause="asleep: the next use derives it")
+    fault = tensor_fault(value)
+    if fault is not None:
+        return _dead(path, name, fault, truth.source if truth else "memory")
+    if truth is None:
+        return _by_mathematics(path, slot, value)
+    found = _best_of(path, name, value, truth)
+    if found.verdict == "wrong" and truth.assumed:
+        certain = _by_mathematics(path, slot, value)
+        if certain.verdict == "wrong":
+            return certain
+        advice = f"other values than the default {truth.assumed} gives, which the module may not have been made with"
+        return Finding(path, name, "unverified", truth.source, found.error, found.where, "", advice)
+    return found
+
+
+def _best_of(path: str, name: str, value: Tensor, truth: Truth) -> Finding:
+    """Hold ``value`` against each of the values that are right, and say the best of it."""
+    found = [_compared(path, name, value, expected, truth.source) for expected in truth.values]
+    return min(found, key=lambda finding: _VERDICTS.index(finding.verdict))
+
+
+def _compared(path: str, name: str, value: Tensor, expected: Tensor, source: str) -> Finding:
+    if value.shape != expected.shape:
+        shapes = f"shape {tuple(value.shape)}, not {tuple(expected.shape)}"
+        return Finding(path, name, "unverified", source, 0.0, "", shapes, "")
+    error, where, rounding = _difference(value, expected)
+    if error == 0.0:
+        return Finding(path, name, "right", source)
+    for dtype in () if value.is_complex() else (torch.bfloat16, torch.float16):
+        if _difference(value, expected.to(dtype).to(expected.dtype))[0] == 0.0:
+            cause = f"cast to {str(dtype).removeprefix('torch.')}"
+            return Finding(path, name, "degraded", source, error, where, cause, _ADVICE_CAST)
+    if rounding and value.dtype.itemsize >= expected.dtype.itemsize:
+        return Finding(path, name, "right", source, error)
+    return Finding(path, name, "wrong", source, error, where, _cause(value), _ADVICE)
+
+
+def _rows(table: Tensor) -> Tensor:
+    """``table`` as ``[rows, width]``; frequencies are one row."""
+    return table.detach().reshape(-1, table.shape[-1]) if table.dim() > 1 else table.detach().reshape(1, -1)
+
+
+def _wide(block: Tensor) -> Tensor:
+    """A block in double precision, on its device where that has it."""
+    block = block.cpu() if block.device.type == "mps" else block
+    return block.to(torch.complex128 if block.is_complex() else torch.float64)
+
+
+def _difference(value: Tensor, expected: Tensor) -> tuple[float, str, bool]:
+    """The largest difference, the first place where there is one, and whether all of it is rounding: that of another
+    order of operations, or of frequencies an ulp or two away as another device computes them, whose angles differ the
+    more the larger they are. Block by block on the value's device."""
+    largest, first, rounding = 0.0, "", True
+    rows, truth = _rows(value), _rows(expected)
+    speed = None if value.dim() == 1 else _speeds(truth)
+    unit = 8 * torch.finfo(expected.dtype).eps
+    for at in range(0, len(rows), _ROWS):
+        ours = _wide(rows[at : at + _ROWS])
+        theirs = _wide(truth[at : at + _ROWS].to(value.device)).to(ours.device)
+        gap = (ours - theirs).abs()
+        gap = torch.where(torch.isnan(gap), math.inf, gap)
+        worst = float(gap.max()) if gap.numel() else 0.0
+        if worst == 0.0:
+            continue
+        if not first:
+            row, column = (gap > 0).nonzero()[0].tolist()
+            first = f"frequency {column}" if value.dim() == 1 else f"position {at + row}, column {column}"
+        largest = max(largest, worst)
+        bound = theirs.abs()
+        if speed is not None:
+            step, begin = speed
+            position = torch.arange(at, at + len(ours), dtype=torch.float64, device=ours.device)
+            position = position if begin else torch.full_like(position, len(rows))
+            bound = bound + 1 + position[:, None] * step.to(ours.device)
+        rounding = rounding and bool((gap <= unit * bound).all())
+    return largest, first, rounding
+
+
+def _speeds(table: Tensor) -> tuple[Tensor, bool]:
+    """By how much the angle of each column grows from row to row, float64 ``[width]``, 1 (no rope turns faster) where
+    that can't be told from the first two rows; and whether row 0 is position 0."""
+    ones = torch.ones(table.shape[1], dtype=torch.float64)
+    if len(table) < 2:
+        return ones, True
+    first, second = _wide(table[0].cpu()), _wide(table[1].cpu())
+    if table.is_complex():
+        return (second * first.conj()).angle().abs(), bool((first.angle().abs() < 1e-6).all())
+    size = float(table[: min(len(table), _ROWS)].abs().max()) or 1.0
+    share = (second / size).clamp(-1, 1)
+    cosine, sine = (first / size - 1).abs() < 1e-6, first.abs() < 1e-6
+    speed = torch.where(cosine, share.acos(), torch.where(sine, share.asin().abs(), ones))
+    return speed, bool((cosine | sine).all())
+
+
+def _cause(value: Tensor) -> str:
+    """What most likely happened to a wrong buffer."""
+    flat = torch.view_as_real(value) if value.is_complex() else value
+    head = flat.detach().reshape(-1)[: 1 << 20].double()
+    if not bool(torch.isfinite(head).all()):
+        return "uninitialised or overwritten: not finite"
+    if not bool(head.any()):
+        return "zero-filled"
+    size = float(head.abs().max())
+    if size > 1e3 or size < 1e-20 or bool((head[1:] == head[:-1]).all()):
+        return "uninitialised: values that no such buffer has"
+    return "other parameters, or overwritten: plausible values of another rope"
+
+
+def _by_mathematics(path: str, slot: Slot, value: Tensor) -> Finding:
+    """What can be said without knowing the numbers: wrong for certain, or unverified."""
+    if value.dim() == 1 and FREQUENCIES.search(slot.name):
+        wrong = _frequencies_fault(value.detach().double().cpu())
     else:
-        vars(module)[name] = fresh
+        wrong = _table_fault(slot, value)
+    if wrong is not None:
+        return Finding(path, slot.name, "wrong", "mathematics", math.inf, wrong, _cause(value), "load the model again")
+    advice = "consistent in itself; give check_model the model's config"
+    return Finding(path, slot.name, "unverified", "mathematics", advice=advice)
+
+
+def _frequencies_fault(frequencies: Tensor) -> str | None:
+    if not bool(torch.isfinite(frequencies).all()):
+        return "not finite"
+    if bool((frequencies < 0).any()) or not bool(frequencies.any()):
+        return "frequencies are not positive"
+    if float(frequencies.max()) > 1.0 + 1e-3:
+        return f"a frequency of {float(frequencies.max()):.3g}, above 1"
+    if float(frequencies.max()) < 1e-20:
+        return f"no frequency above {float(frequencies.max()):.3g}"
+    if bool((frequencies[1:] > frequencies[:-1] * (1 + 1e-6)).any()) and bool((frequencies > 0).all()):
+        falls = frequencies[1:] > frequencies[:-1] * (1 + 1e-6)
+        if int(falls.sum()) > 1:  # one rise is where a second axis begins
+            return f"frequencies rise at {int(falls.nonzero()[0])}"
+    return None
+
+
+def _table_fault(slot: Slot, value: Tensor) -> str | None:
+    """What no table of rotations has: values that are not finite, pairs that are not rotations, positions that do not
+    follow one another."""
+    rows, pairs = _rows(value), _pairs(slot, value)
+    for at in range(0, len(rows), _ROWS):
+        block = rows[at : at + _ROWS]
+        bad = ~torch.isfinite(torch.view_as_real(block).flatten(1) if block.is_complex() else block).all(dim=1)
+        if bool(bad.any()):
+            return f"position {at + int(bad.nonzero()[0])} is not finite"
+        if pairs is not None:
+            norm = pairs(at, at + _ROWS).abs()
+            bad = (norm - norm[:, :1]).abs().amax(dim=1) > 5e-3 * norm[:, 0]
+            bad |= (norm[:, 0] < 1e-3) | (norm[:, 0] > 1e3)
+        elif COS.search(slot.name) or SIN.search(slot.name):
+            bad = block.abs().amax(dim=1) > 4
+            bad |= (not SIN.search(slot.name)) & ~block.any(dim=1)
+        if bool(bad.any()):
+            return f"position {at + int(bad.nonzero()[0])} is no rotation"
+    if not bool(rows.any()):
+        return "nothing but zeros"
+    return None if pairs is None else _steps_fault(pairs, len(rows))
+
+
+def _pairs(slot: Slot, value: Tensor) -> Callable[[int, int], Tensor] | None:
+    """Rows ``[first, last)`` of a table as complex128 ``cos + i sin``, or None where a tensor holds no such pairs."""
+    if value.is_complex():
+        return lambda first, last: _wide(_rows(value)[first:last])
+    if JOINED.search(slot.name) and value.shape[-1] % 2 == 0:
+        return lambda first, last: torch.complex(*_wide(_rows(value)[first:last]).chunk(2, dim=1))
+    for mine, other in (("cos", "sin"), ("sin", "cos")):
+        if (COS if mine == "cos" else SIN).search(slot.name):
+            partner = Slot(slot.module, slot.attribute.replace(mine, other), slot.item).get()
+            if partner is None or tensor_fault(partner) is not None or partner.shape != value.shape:
+                return None
+            cos, sin = (value, partner) if mine == "cos" else (partner, value)
+            return lambda first, last: torch.complex(_wide(_rows(cos)[first:last]), _wide(_rows(sin)[first:last]))
+    return None
+
+
+def _steps_fault(pairs: Callable[[int, int], Tensor], rows: int) -> str | None:
+    """Where a table of consecutive positions breaks off: each row turns from the one before as that did from its own.
+    Nothing is said of a table in which that is not the rule; a table may begin anew."""
+    broken: list[int] = []
+    for at in range(1, rows - 1, _ROWS):
+        turned = pairs(at - 1, at + _ROWS + 1)
+        turned = turned / turned.abs().clamp_min(1e-12)
+        step = turned[1:] * turned[:-1].conj()
+        position = torch.arange(at, at + len(step) - 1, dtype=torch.float64, device=step.device)[:, None]
+        gap, reach = (step[1:] - step[:-1]).abs(), 1e-3 + 1e-6 * position * (1e-3 + step[:-1].angle().abs())
+        start = ((turned - 1).abs() < 1e-3).all(dim=1)
+        excused = start[2:] | start[1:-1] | start[:-2]
+        broken += (at + ((gap > reach).any(dim=1) & ~excused).nonzero().flatten()).tolist()
+        if len(broken) > max(3, rows // 10):
+            return None
+    if broken:
+        return f"position {broken[0] + (broken[0] > 1)} does not follow the one before"
+    if rows > 2 and not bool(((pairs(0, 1) / pairs(0, 1).abs() - 1).abs() < 1e-3).all()):
+        return "position 0 is turned"
+    return None
 
 
 # --- caches of engines that one cannot change ---------------------------------------------------------------------------
 
 
-class GuardedCache(dict):
-    """A dict of modules that never hands out a dead entry: to ``in``, ``[]`` and ``get`` a dead one is not there.
+class GuardedCache(UserDict):
+    """A mapping of modules that never hands out a dead entry: a dead one is not there, for every way of asking.
 
     Dead is what :func:`common.cache_liveness.get_live_entry` says, and an entry whose buffers were replaced, written to
     or moved in memory since it was put in. While the default device is meta, entries are handed out as they are.
+    ``data`` is the plain dict beneath.
     """
 
     def __init__(self, entries: Mapping[Hashable, nn.Module] = ()) -> None:
-        super().__init__()
         self._marks: dict[Hashable, dict[str, tuple]] = {}
-        for key, module in dict(entries).items():
-            if find_dead_buffer(module) is None:
-                self[key] = module
+        alive = {key: module for key, module in dict(entries).items() if find_dead_buffer(module) is None}
+        super().__init__(alive)
 
     def __setitem__(self, key: Hashable, module: nn.Module) -> None:
-        super().__setitem__(key, module)
-        self._marks[key] = _marks(module)
+        self.data[key], self._marks[key] = module, _marks(module)
 
     def __delitem__(self, key: Hashable) -> None:
-        super().__delitem__(key)
+        del self.data[key]
         self._marks.pop(key, None)
 
-    def get(self, key: Hashable, default: Any = None) -> Any:
-        module = super().get(key)
+    def __getitem__(self, key: Hashable) -> nn.Module:
+        module = get_live_entry(self.data, key)
         if module is None:
-            return default
-        alive = get_live_entry(_Raw(self), key)
-        if alive is None:
-            return default
+            raise KeyError(key)
         if torch.get_default_device().type != "meta" and not isinstance(module, LiveBuffers):
             if self._marks.get(key) != _marks(module):
                 del self[key]
-                return default
-        return alive
+                raise KeyError(key)
+        return module
 
     def __contains__(self, key: Hashable) -> bool:
         return self.get(key) is not None
 
-    def __getitem__(self, key: Hashable) -> nn.Module:
-        module = self.get(key)
-        if module is None:
-            raise KeyError(key)
-        return module
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter([key for key in list(self.data) if key in self])
 
-class _Raw:
-    """The dict beneath a guarded one."""
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
-    def __init__(self, cache: GuardedCache) -> None:
-        self._cache = cache
+    def __reduce__(self) -> tuple:
+        return type(self), (dict(self.items()),)
 
-    def get(self, key: Hashable) -> nn.Module | None:
-        return dict.get(self._cache, key)
+    def copy(self) -> GuardedCache:
+        return type(self)(self)
 
-    def __delitem__(self, key: Hashable) -> None:
-        del self._cache[key]
+    __copy__ = copy
 
 
 def _marks(module: nn.Module) -> dict[str, tuple]:
@@ -583,7 +467,7 @@ def guard_cache(owner: Any, attribute: str | None = None) -> GuardedCache | Call
 
     def undo() -> None:
         own.clear()
-        own.update(dict.items(guarded))
+        own.update(guarded.data)
         setattr(owner, attribute, own)
 
     return undo

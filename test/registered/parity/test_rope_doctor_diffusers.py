@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from common.ci_register import register_cpu_ci
-from common.rope_doctor import _rope_modules, check_model, repair_model
+from common.rope_doctor import check_model, repair_model
+from common.rope_truth import rope_slots
 
 register_cpu_ci(est_time=30, suite="parity-test-cpu")
 
@@ -58,15 +59,14 @@ def test_no_false_alarm(make):
 def test_each_damage_is_found_and_repaired(make, damage):
     model, inputs = swap.build(make)
     before = swap.outputs(model, inputs)
-    for path, module, names in _rope_modules(model):
-        for name in names:
-            held = module._buffers if name in module._buffers else vars(module)
-            right = held[name].clone()
-            held[name] = DAMAGES[damage](right)
+    for path, module in model.named_modules():
+        for slot in rope_slots(module):
+            right = slot.get().clone()
+            slot.put(DAMAGES[damage](right))
             found = [f.path for f in check_model(model).findings if f.verdict != "right"]
-            assert found == [f"{path}.{name}"]
+            assert found == [f"{path}.{slot.name}"]
             repair_model(model)
-            assert torch.equal(held[name], right) and held[name].dtype == right.dtype
+            assert torch.equal(slot.get(), right) and slot.get().dtype == right.dtype
     assert check_model(model).verdict == "right"
     assert torch.equal(swap.outputs(model, inputs), before)
 

@@ -22,7 +22,8 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 from common.ci_register import register_cpu_ci
-from common.rope_doctor import _rope_modules, check_model, repair_model
+from common.rope_doctor import check_model, repair_model
+from common.rope_truth import rope_slots
 
 register_cpu_ci(est_time=150, suite="parity-test-cpu")
 
@@ -91,13 +92,6 @@ def quiet():
     logging.disable(logging.NOTSET)
 
 
-def put(module, name, tensor):
-    if name in module._buffers:
-        module._buffers[name] = tensor
-    else:
-        vars(module)[name] = tensor
-
-
 def fill(value):
     return lambda t: torch.full_like(t, value)
 
@@ -141,25 +135,23 @@ def test_healthy_then_damaged_then_repaired(model_class, config_class):
     verified = {f.path for f in report.findings if f.verdict == "right"}
     COUNTS["unverified"] += len(report.findings) - len(verified)
     seen = set()
-    for path, module, names in _rope_modules(model):
-        for name in names:
-            if f"{path}.{name}".lstrip(".") not in verified or (type(module), name) in seen:
+    for path, module in model.named_modules():
+        for slot in rope_slots(module):
+            if f"{path}.{slot.name}".lstrip(".") not in verified or (type(module), slot.name) in seen:
                 continue
-            seen.add((type(module), name))  # one layer's module stands for all layers'
-            right = dict(module._buffers)[name] if name in module._buffers else vars(module)[name]
-            right = right.clone()
+            seen.add((type(module), slot.name))  # one layer's module stands for all layers'
+            right = slot.get().clone()
             for damage, act in DAMAGES.items():
                 ruined = act(right)
                 if damage == "cast" and torch.equal(ruined, right):
                     continue  # a cast that changes nothing is no damage
-                put(module, name, ruined)
+                slot.put(ruined)
                 COUNTS["planted"] += 1
-                found = [f for f in check_model(module, config=model.config).findings if f.verdict != "right"]
-                assert [f.buffer for f in found if f.verdict != "unverified"] == [name], (damage, found)
+                found = [f for f in check_model(model).findings if f.verdict not in ("right", "unverified")]
+                assert [f.path for f in found] == [f"{path}.{slot.name}".lstrip(".")], (damage, found)
                 COUNTS["found"] += 1
-                repair_model(module, config=model.config)
-                now = module._buffers[name] if name in module._buffers else vars(module)[name]
-                assert torch.equal(now, right), damage
+                repair_model(model)
+                assert torch.equal(slot.get(), right), damage
                 COUNTS["repaired"] += 1
 
 
