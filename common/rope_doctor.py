@@ -20,6 +20,11 @@ from common.rope_truth import COS, FREQUENCIES, JOINED, OWNER, SIN, Slot, Truth,
 
 _ROWS = 4096  # rows of a table looked at together: reductions, not tables, go to the host
 _VERDICTS = ("right", "degraded", "wrong", "dead", "unverified")
+_SMALLER = {
+    torch.complex128: (torch.complex64,),
+    torch.float64: (torch.float32, torch.bfloat16, torch.float16),
+    torch.float32: (torch.bfloat16, torch.float16),
+}
 _ADVICE = "repair_model, or load the model again"
 _ADVICE_CAST = "repair_model, and keep these buffers in float32 when the model is cast"
 
@@ -211,7 +216,7 @@ def _compared(path: str, name: str, value: Tensor, expected: Tensor, source: str
     error, where, rounding = _difference(value, expected)
     if error == 0.0:
         return Finding(path, name, "right", source)
-    for dtype in () if value.is_complex() else (torch.bfloat16, torch.float16):
+    for dtype in _SMALLER.get(expected.dtype, ()):
         if _difference(value, expected.to(dtype).to(expected.dtype))[0] == 0.0:
             cause = f"cast to {str(dtype).removeprefix('torch.')}"
             return Finding(path, name, "degraded", source, error, where, cause, _ADVICE_CAST)
@@ -273,7 +278,8 @@ def _speeds(table: Tensor) -> tuple[Tensor, bool]:
     size = float(table[: min(len(table), _ROWS)].abs().max()) or 1.0
     share = (second / size).clamp(-1, 1)
     cosine, sine = (first / size - 1).abs() < 1e-6, first.abs() < 1e-6
-    speed = torch.where(cosine, share.acos(), torch.where(sine, share.asin().abs(), ones))
+    slowest = (share - torch.finfo(table.dtype).eps).clamp_min(-1).acos()  # a cosine near 1 has lost its angle
+    speed = torch.where(cosine, slowest, torch.where(sine, share.asin().abs(), ones))
     return speed, bool((cosine | sine).all())
 
 
@@ -427,6 +433,16 @@ class GuardedCache(UserDict):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __or__(self, other: Mapping[Hashable, nn.Module]) -> GuardedCache:
+        return type(self)({**self, **other})
+
+    def __ior__(self, other: Mapping[Hashable, nn.Module]) -> GuardedCache:
+        self.update(other)
+        return self
+
+    def __ror__(self, other: Mapping[Hashable, nn.Module]) -> GuardedCache:
+        return type(self)({**other, **self})
 
     def __reduce__(self) -> tuple:
         return type(self), (dict(self.items()),)

@@ -1,12 +1,16 @@
 """The doctor on bare modules, on modules shaped as vLLM's and sglang's, and on our own; and guarded foreign caches."""
 
+import copy
 import json
+import pickle
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from common.cache_liveness import release_memory
 from common.ci_register import register_cpu_ci
 from common.rope_doctor import check_model, guard_cache, repair_model
 from srt.layers.rotary_embedding import get_rope
@@ -156,6 +160,248 @@ def test_without_any_source_certain_wrongs_are_found_and_nothing_is_touched():
         assert torch.equal(kept, bare.rotary_emb.inv_freq) or bool(kept.isnan().any())
 
 
+# --- what is known of a module, and what not ----------------------------------------------------------------------------
+
+
+class Traceless(nn.Module):
+    """Keeps no trace of its base, nor of a scale that only its table shows."""
+
+    def __init__(self, dim, base=BASE, scale=1.0):
+        super().__init__()
+        self.dim = dim
+        inv_freq = 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+        angle = torch.arange(TOP, dtype=torch.float32)[:, None] * inv_freq
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("cos_cached", angle.cos() * scale, persistent=False)
+
+
+def verdicts(model):
+    return {f.buffer: f.verdict for f in check_model(model).findings}
+
+
+@pytest.mark.parametrize("arguments", [dict(base=500000.0), dict(scale=0.5), dict(base=500000.0, scale=0.5)])
+def test_a_default_that_left_no_trace_is_no_truth(arguments):
+    model = nn.Sequential(Traceless(DIM, **arguments))
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    assert set(verdicts(model).values()) <= {"right", "unverified"}
+    assert check_model(model).verdict == "unverified"
+    assert not repair_model(model).findings
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    model[0].inv_freq.fill_(-1e34)
+    assert verdicts(model)["inv_freq"] == "wrong"
+    assert not repair_model(model).findings and bool((model[0].inv_freq == -1e34).all())
+
+
+def test_a_default_that_another_tensor_bears_out_is_one():
+    model = nn.Sequential(Traceless(DIM))
+    right = model[0].inv_freq.clone()
+    model[0].inv_freq.mul_(0.75)
+    assert verdicts(model) == {"inv_freq": "wrong", "cos_cached": "right"}
+    repair_model(model)
+    assert torch.equal(model[0].inv_freq, right)
+    model[0].cos_cached.mul_(0.5)  # it alone shows the scale
+    assert verdicts(model) == {"inv_freq": "right", "cos_cached": "unverified"}
+
+
+class Whole(nn.Module):
+    """As model libraries have it: made from a config, of which its rotary module keeps no trace."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.linear = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Traceless(config.dim, config.base, scale=config.scale) for _ in range(2))
+
+
+@pytest.mark.parametrize("base", [BASE, 500000.0])
+def test_what_the_models_constructor_passes_is_known(base):
+    model = Whole(SimpleNamespace(dim=DIM, base=base, scale=0.5))
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    random = torch.get_rng_state()
+    report = check_model(model)
+    assert report.verdict == "right" and {f.truth for f in report.findings} == {"construction"}
+    for name, buffer in list(model.named_buffers()):
+        right = buffer.clone()
+        buffer.copy_(dict(nn.Sequential(Traceless(DIM)).named_buffers())[f"0.{name.split('.')[-1]}"] * 0.9)
+        assert [f.path for f in check_model(model).findings if f.verdict != "right"] == [name]
+        repair_model(model)
+        assert torch.equal(buffer, right)
+    model.layers[0].to("meta")
+    repair_model(model)
+    assert check_model(model).verdict == "right"
+    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters() if n in weights)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_tower_of_another_modality_is_not_held_against_the_text_config():
+    model = model_of(ConfigRotary(secret=3))
+    for name in ("vision_tower", "audio_encoder", "image_model"):
+        tower = nn.Module()
+        tower.rotary = ConfigRotary(secret=3)
+        tower.rotary.inv_freq.mul_(0.5)
+        model.add_module(name, tower)
+        kept = tower.rotary.inv_freq.clone()
+        assert {f.path: f.verdict for f in check_model(model).findings}[f"{name}.rotary.inv_freq"] == "unverified"
+        assert not repair_model(model).findings and torch.equal(tower.rotary.inv_freq, kept)
+        tower.config = {**CONFIG, "rope_theta": 50.0}  # its own says something of it
+        assert {f.path: f.verdict for f in check_model(model).findings}[f"{name}.rotary.inv_freq"] == "wrong"
+        delattr(model, name)
+
+
+def test_a_module_asleep_is_right():
+    rope = get_rope(DIM, DIM, TOP, BASE, dtype=torch.float32)
+    release_memory()
+    assert check_model(model_of(rope)).verdict == "right"
+    assert not repair_model(model_of(rope)).findings
+
+
+class HoldsSeveral(nn.Module):
+    """Keeps its tables in a container, as image models do, one for each axis."""
+
+    def __init__(self, dims, kind=list):
+        super().__init__()
+        self.dims, self.kind = dims, kind
+        angles = [torch.arange(TOP)[:, None] * (1.0 / BASE ** (torch.arange(0, d, 2).double() / d)) for d in dims]
+        tables = [torch.polar(torch.ones_like(a), a) for a in angles]
+        self.freqs_cis = dict(enumerate(tables)) if kind is dict else kind(tables)
+
+
+class UnusualRotary(nn.Module):
+    """Keeps angles, and weights for them, under names of its own."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("args", torch.arange(TOP).float()[:, None] * true_frequencies(), persistent=False)
+        self.angles_0 = true_frequencies() * 0.5
+        self.register_buffer("trained", torch.randn(4))  # a checkpoint brings it
+        self.steps = torch.arange(4)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_tables_in_a_container(kind):
+    rotary = HoldsSeveral((8, 12), kind)
+    rotary.__class__.__name__ = "AxesRope"
+    model = model_of(rotary)
+    assert verdicts(model) == {"freqs_cis[0]": "right", "freqs_cis[1]": "right"}
+    right = rotary.freqs_cis[1].clone()
+    for act, verdict in (
+        (lambda t: t * 1j, "wrong"),
+        (lambda t: t.to("meta"), "dead"),
+        (lambda t: t.cfloat(), "degraded"),
+    ):
+        items = list(rotary.freqs_cis.values() if kind is dict else rotary.freqs_cis)
+        items[1] = act(right)
+        rotary.freqs_cis = dict(enumerate(items)) if kind is dict else kind(items)
+        assert verdicts(model) == {"freqs_cis[0]": "right", "freqs_cis[1]": verdict}
+        repair_model(model)
+        assert torch.equal(rotary.freqs_cis[1], right) and type(rotary.freqs_cis) is kind
+    assert not check_model(model).computed
+
+
+def test_unusual_names_in_a_class_about_rotary_embeddings():
+    model = model_of(UnusualRotary(DIM))
+    assert verdicts(model) == {"args": "right", "angles_0": "right"}
+    model.rotary_emb.args.zero_()
+    assert verdicts(model) == {"args": "wrong", "angles_0": "right"}
+    repair_model(model)
+    assert verdicts(model) == {"args": "right", "angles_0": "right"}
+
+
+class LongTable(nn.Module):
+    def __init__(self, inv_freq, rows):
+        super().__init__()
+        self.inv_freq, self.rows = inv_freq, rows
+        angle = torch.arange(rows, dtype=torch.float32)[:, None] * inv_freq
+        self.register_buffer("cos_cached", angle.cos(), persistent=False)
+        self.register_buffer("sin_cached", angle.sin(), persistent=False)
+
+
+def test_frequencies_an_ulp_away_are_another_devices_and_others_are_not():
+    config = {**CONFIG, "max_position_embeddings": 131072}
+    exact = true_frequencies()
+    for inv_freq, expected in (
+        (exact.nextafter(torch.ones(())), "right"),
+        (exact.nextafter(torch.zeros(())), "right"),
+        (1.0 / ((BASE * 1.001) ** (torch.arange(0, DIM, 2).float() / DIM)), "wrong"),
+    ):
+        model = nn.Module()
+        model.config, model.rotary_emb = config, LongTable(inv_freq, 131072)
+        found = verdicts(model)
+        assert found["cos_cached"] == found["sin_cached"] == expected
+
+
+class GrowingRotary(nn.Module):
+    """As remote code has it: the tables grow with the sequence."""
+
+    def __init__(self, dim, max_position_embeddings=TOP, base=BASE, device=None):
+        super().__init__()
+        self.dim, self.max_position_embeddings, self.base = dim, max_position_embeddings, base
+        self._set_cos_sin_cache(seq_len=max_position_embeddings, device=device, dtype=torch.float32)
+
+    def _set_cos_sin_cache(self, seq_len, device, dtype):
+        self.max_seq_len_cached = seq_len
+        angle = torch.arange(seq_len, device=device).float()[:, None] * true_frequencies()
+        self.register_buffer("cos_cached", angle.cos().to(dtype)[None, None], persistent=False)
+        self.register_buffer("sin_cached", angle.sin().to(dtype)[None, None], persistent=False)
+
+
+def test_tables_that_grew():
+    rotary = GrowingRotary(DIM)
+    rotary._set_cos_sin_cache(3 * TOP, None, torch.float32)
+    model = nn.Sequential(rotary)
+    assert verdicts(model) == {"cos_cached": "right", "sin_cached": "right"}
+    right = rotary.sin_cached.clone()
+    rotary.sin_cached[..., TOP + 5, 3] = 0.25
+    assert verdicts(model) == {"cos_cached": "right", "sin_cached": "wrong"}
+    repair_model(model)
+    assert torch.equal(rotary.sin_cached, right)
+
+
+class Unknown(nn.Module):
+    """Nothing says what its tables should be."""
+
+    def __init__(self, secret, cos, sin=None):
+        super().__init__()
+        if sin is None:
+            self.register_buffer("cos_sin_cache", cos, persistent=False)
+        else:
+            self.register_buffer("cos_cached", cos, persistent=False)
+            self.register_buffer("sin_cached", sin, persistent=False)
+
+
+def swapped(table):
+    order = torch.arange(len(table))
+    order[20], order[40] = 40, 20
+    return table[order]
+
+
+TABLE_FAULTS = {
+    "rows swapped": swapped,
+    "rows shifted": lambda table: table.roll(1, 0),
+    "half of another rope": lambda table: torch.cat((table[:30], table[::2][20:])),
+    "no unit": lambda table: torch.cat((table[:30], table[30:] * torch.tensor([0.9] * 16 + [1.0] * 16))),
+    "zeros": lambda table: torch.cat((table[:30], table[30:] * 0)),
+}
+
+
+@pytest.mark.parametrize("fault", TABLE_FAULTS)
+@pytest.mark.parametrize("joined", [True, False])
+def test_the_mathematics_of_tables(fault, joined):
+    def build(table):
+        halves = [h.contiguous() for h in table.chunk(2, dim=1)]
+        return nn.Sequential(Unknown(3, table) if joined else Unknown(3, *halves))
+
+    for healthy in (
+        true_table(),
+        true_table() * 1.3,
+        torch.cat((true_table(), true_table()[::2])),  # several factors in one table
+        true_table()[torch.randperm(TOP, generator=torch.Generator().manual_seed(0))],  # no table of positions in a row
+    ):
+        assert set(verdicts(build(healthy)).values()) == {"unverified"}
+    assert set(verdicts(build(TABLE_FAULTS[fault](true_table()))).values()) == {"wrong"}
+
+
 def test_other_dead_buffers_are_reported():
     model = model_of(RemoteRotary(DIM))
     model.register_buffer("mask", torch.ones(3, device="meta"), persistent=False)
@@ -219,6 +465,50 @@ def test_a_guarded_cache_hands_meta_entries_to_a_meta_pass_only():
         meta = engine.get_rope("key").to("meta")
         assert engine.get_rope("key") is meta
     assert engine.get_rope("key") is not meta
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda cache: list(cache.values()),
+        lambda cache: [module for _, module in cache.items()],
+        lambda cache: [cache[key] for key in cache],
+        lambda cache: [cache.get("dead")] if cache.get("dead") else [],
+        lambda cache: [cache.pop("dead", None)] if "dead" in cache else [],
+        lambda cache: list(dict(cache).values()),
+        lambda cache: list({**cache}.values()),
+        lambda cache: list(cache.copy().values()),
+        lambda cache: list(copy.copy(cache).values()),
+        lambda cache: list((cache | {}).values()),
+        lambda cache: list(({} | cache).values()),
+        lambda cache: list(pickle.loads(pickle.dumps(cache)).values()),
+        lambda cache: [None] * len(cache),
+    ],
+    ids="values items iterate get pop dict unpack copy copied or ror pickle len".split(),
+)
+def test_no_way_of_asking_reaches_a_dead_entry(ask):
+    cache = guard_cache({"dead": RemoteRotary(DIM), "alive": RemoteRotary(DIM)})
+    assert len(ask(cache)) in (1, 2)
+    cache = guard_cache({"dead": RemoteRotary(DIM), "alive": RemoteRotary(DIM)})
+    cache["dead"].cos_cached.zero_()
+    found = ask(cache)
+    assert len(found) <= 1 and all(module is None or bool(module.cos_cached.any()) for module in found)
+
+
+def test_every_way_of_putting_in_is_marked():
+    cache = guard_cache({})
+    cache.update(a=RemoteRotary(DIM))
+    cache |= {"b": RemoteRotary(DIM)}
+    c = cache.setdefault("c", RemoteRotary(DIM))
+    assert list(cache) == ["a", "b", "c"] and cache.setdefault("c", RemoteRotary(DIM)) is c
+    for key in "abc":
+        cache[key].inv_freq.zero_()
+        assert key not in cache
+    fresh = RemoteRotary(DIM)
+    assert cache.setdefault("c", fresh) is fresh and len(cache) == 1
+    with pytest.raises(KeyError):
+        cache.pop("a")
+    assert cache.popitem() == ("c", fresh) and not cache
 
 
 def test_guarding_what_is_no_mapping_is_an_error():

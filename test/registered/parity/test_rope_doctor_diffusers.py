@@ -1,24 +1,86 @@
-"""The doctor on whole small diffusers transformers: no false alarm, and each damage found and repaired."""
+"""The doctor on every diffusers model that builds small: no false alarm, and each damage found and repaired."""
 
 import importlib.util
+import inspect
 import logging
+import re
 import sys
+import time
+import warnings
 from pathlib import Path
 
+import diffusers
 import pytest
 import torch
+from torch import nn
 
 from common.ci_register import register_cpu_ci
 from common.rope_doctor import check_model, repair_model
 from common.rope_truth import rope_slots
 
-register_cpu_ci(est_time=30, suite="parity-test-cpu")
+register_cpu_ci(est_time=60, suite="parity-test-cpu")
 
 spec = importlib.util.spec_from_file_location("swap", Path(__file__).with_name("test_use_live_rope_diffusers.py"))
 swap = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(swap)
 
-STORES = {"qwen_image", "wan", "skyreels"}  # the others compute cos and sin anew at each forward
+SMALL = dict(
+    num_layers=1, num_single_layers=1, n_layers=1, num_refiner_layers=1, n_refiner_layers=1, num_attention_heads=2,
+    num_key_value_heads=2, n_heads=2, n_kv_heads=2, ffn_dim=32, text_dim=32, text_embed_dim=32, text_embed_2_dim=32,
+    joint_attention_dim=32, pooled_projection_dim=32, cross_attention_dim=32, caption_channels=32, cap_feat_dim=32,
+    num_text_blocks=1, num_visual_blocks=1, depth=1, audio_num_attention_heads=2, audio_cross_attention_dim=32,
+    intermediate_size=32, image_dim=32, mmdit_layers=1,
+)  # fmt: skip
+# Where those do not fit, or not all.
+OWN = {
+    "BriaFibo2Transformer2DModel": dict(
+        dim=256, injection_layer_ids=(0,), min_num_gist_tokens=4, max_num_gist_tokens=8
+    ),
+    "ChromaTransformer2DModel": dict(approximator_hidden_dim=64),
+    "Cosmos3OmniTransformer": dict(hidden_size=256, num_hidden_layers=1, num_attention_heads=2, vocab_size=64),
+    "EasyAnimateTransformer3DModel": dict(in_channels=4, out_channels=4, patch_size=2),
+    "ErnieImageTransformer2DModel": dict(hidden_size=256, ffn_hidden_size=32),
+    "Kandinsky5Transformer3DModel": dict(model_dim=128, ff_dim=32, in_text_dim=32, in_text_dim2=32),
+    "Kandinsky6Transformer3DModel": dict(model_dim=128, ff_dim=32, in_text_dim=32, in_text_dim2=32),
+    "Krea2Transformer2DModel": dict(
+        text_hidden_dim=64, text_num_attention_heads=2, text_num_key_value_heads=2, text_intermediate_size=32
+    ),
+    "Lumina2Transformer2DModel": dict(hidden_size=192, axes_dim_rope=(32, 32, 32), num_kv_heads=1),
+    "MiniMaxH3Transformer3DModel": dict(hidden_size=256, time_embed_hidden_dim=32, time_embed_dim=32),
+    "OmniGenTransformer2DModel": dict(hidden_size=64, vocab_size=64, pad_token_id=0),
+    "SanaWMTransformer3DModel": dict(hidden_size=224, linear_head_dim=112),
+    "StableAudio3DiTModel": dict(embed_dim=128, num_heads=2),
+    "WanVACETransformer3DModel": dict(vace_layers=[0]),
+    "ZImageTransformer2DModel": dict(dim=256),
+}
+LARGEST = 60_000_000  # parameters
+FIGURES = {"models": 0, "storing": 0, "buffers": 0, "planted": 0, "found": 0, "repaired": 0, "false alarms": 0}
+
+
+def model_classes():
+    """Model classes whose file speaks of rotary embeddings."""
+    for name in sorted(dir(diffusers)):
+        kind = getattr(diffusers, name)
+        if inspect.isclass(kind) and issubclass(kind, nn.Module) and "Model" in name:
+            if re.search(r"Ro[Pp][Ee]|[Rr]otary|freqs_c", Path(inspect.getfile(kind)).read_text()):
+                yield kind
+
+
+def build(kind):
+    """The model of shrunk default arguments, or a skip that says why it does not build small."""
+    names = inspect.signature(kind.__init__).parameters
+    arguments = {**{n: v for n, v in SMALL.items() if n in names}, **OWN.get(kind.__name__, {})}
+    try:
+        with torch.device("meta"):
+            size = sum(p.numel() for p in kind(**arguments).parameters())
+        if size > LARGEST:
+            pytest.skip(f"does not build small: {size:,} parameters")
+        return kind(**arguments).eval()
+    except Exception as error:  # noqa: BLE001 - what cannot be built is no case of this test
+        pytest.skip(f"does not build from shrunk default arguments: {type(error).__name__}: {error}")
+
+
+STORES = {"qwen_image", "wan", "skyreels", "lumina2"}  # the others compute cos and sin anew at each forward
 
 
 def freed(t):
@@ -32,8 +94,8 @@ DAMAGES = {
     "garbage": lambda t: torch.full_like(t, -1e34),
     "not a number": lambda t: torch.full_like(t, float("nan")),
     "uninitialised": lambda t: torch.full_like(t, 3e-39),
-    "other parameters": lambda t: t.roll(1, -1),
-    "cast": lambda t: t.to(torch.complex64) if t.dtype == torch.complex128 else (t * 0.5 if t.is_complex() else t.half().to(t.dtype)),
+    "other parameters": lambda t: t.roll(1, 0),
+    "cast": lambda t: t.to(torch.complex64) if t.dtype == torch.complex128 else (t * 0.5 if t.is_complex() else t.half()),
     "freed": freed,
     "meta": lambda t: t.to("meta"),
 }  # fmt: skip
@@ -42,7 +104,9 @@ DAMAGES = {
 @pytest.fixture(autouse=True)
 def quiet():
     logging.disable(logging.WARNING)
-    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
     logging.disable(logging.NOTSET)
 
 
@@ -69,6 +133,45 @@ def test_each_damage_is_found_and_repaired(make, damage):
             assert torch.equal(slot.get(), right) and slot.get().dtype == right.dtype
     assert check_model(model).verdict == "right"
     assert torch.equal(swap.outputs(model, inputs), before)
+
+
+@pytest.mark.parametrize("kind", list(model_classes()), ids=lambda kind: kind.__name__)
+def test_healthy_then_damaged_then_repaired(kind):
+    model = build(kind)
+    started = time.perf_counter()
+    report = check_model(model)
+    SLOWEST.append((time.perf_counter() - started, kind.__name__))
+    if not report.findings and not report.computed:
+        pytest.skip("has no module of rotary embeddings: its forward is given cos and sin, or has none")
+    FIGURES["models"] += 1
+    FIGURES["storing"] += bool(report.findings)
+    FIGURES["buffers"] += len(report.findings)
+    FIGURES["false alarms"] += report.verdict != "right"
+    assert report.verdict == "right", str(report)
+    for path, module in model.named_modules():
+        for slot in rope_slots(module):
+            right = slot.get().clone()
+            for damage, act in DAMAGES.items():
+                ruined = act(right)
+                if damage == "cast" and torch.equal(ruined.to(right.dtype), right):
+                    continue  # a cast that changes nothing is no damage
+                slot.put(ruined)
+                FIGURES["planted"] += 1
+                found = [f.path for f in check_model(model).findings if f.verdict != "right"]
+                assert found == [f"{path}.{slot.name}"], damage
+                FIGURES["found"] += 1
+                repair_model(model)
+                assert torch.equal(slot.get(), right) and slot.get().dtype == right.dtype, damage
+                FIGURES["repaired"] += 1
+
+
+SLOWEST = []
+
+
+def test_figures(capsys):
+    with capsys.disabled():
+        print(f"\n{FIGURES}; slowest check {max(SLOWEST)[0]:.2f} s ({max(SLOWEST)[1]})")
+    assert FIGURES["found"] == FIGURES["planted"] and not FIGURES["false alarms"]
 
 
 if __name__ == "__main__":
