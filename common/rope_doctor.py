@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from common.cache_liveness import LiveBuffers, born_clean, find_dead_buffer, get_live_entry, tensor_fault
 from common.rope_config import layer_types, read_rope_config
-from common.rope_frequencies import cos_sin_table, normalize_rope
+from common.rope_frequencies import RopeSpec, normalize_rope
 
 # Names that such buffers have: inverse frequencies, cos and sin tables, apart or joined, complex tables.
 _FREQUENCIES = re.compile(r"(^|_)inv_freqs?$|^freq$|^inv_timescale$")
@@ -281,16 +281,15 @@ def _from_config(module: nn.Module, names: list[str], config: Any) -> dict[str, 
     kinds = layer_types(config)
 
     @cache
-    def frequencies(kind: str | None) -> tuple[Tensor, float]:
+    def spec(kind: str | None) -> RopeSpec:
         numbers = read_rope_config(config, layer_type=kind, max_position=None)
-        spec = normalize_rope(
+        return normalize_rope(
             numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
         )
-        return spec.frequencies()
 
     @cache
     def full_table(kind: str | None, rows: int) -> Tensor:
-        return cos_sin_table(*frequencies(kind), rows)
+        return spec(kind).table(rows)
 
     for name in names:
         kind = next((k for k in kinds if name.startswith(k)), None)
@@ -298,7 +297,7 @@ def _from_config(module: nn.Module, names: list[str], config: Any) -> dict[str, 
         if present is None:
             continue
         if _FREQUENCIES.search(name):
-            values[name] = frequencies(kind)[0]
+            values[name] = spec(kind).frequencies()[0]
             continue
         table = full_table(kind, present.shape[-2] if present.dim() > 1 else present.shape[0])
         half = table.shape[1] // 2
