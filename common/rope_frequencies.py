@@ -38,8 +38,8 @@ def default(rotary_dim: int, base: float, *, max_position: int) -> Frequencies:
 
 
 def linear(rotary_dim: int, base: float, *, max_position: int, factor: float | Sequence[float]) -> Frequencies:
-    """Position interpolation (arXiv 2306.15595): positions divided by ``factor``. A rope of several factors has one joint
-    table, see :meth:`RopeSpec.pieces`; this is one piece's function."""
+    """Position interpolation (arXiv 2306.15595): positions divided by ``factor``. Of several, this is one piece's
+    function: see :meth:`RopeSpec.pieces`."""
     return default(rotary_dim, base, max_position=max_position)[0] / factor, 1.0
 
 
@@ -483,13 +483,13 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
 
 
 def _evenly_spread(section: Sequence[int]) -> tuple[int, ...]:
-    """At each pair the axis that is furthest behind its share, ties to the first, not the one just taken if possible; the
-    last pair is time's."""
+    """At each pair the axis that is furthest behind its share, ties to the first, not the one just taken if possible;
+    the last pair is time's."""
     share, closing = list(section), ()
     if len(share) not in (2, 3) or (len(share) == 3 and share[0] == 0):
         raise ValueError(
-            f"mrope_section is {tuple(section)}; openPangu's layout expects height and width, or time, height and width "
-            "with at least one pair for time"
+            f"mrope_section is {tuple(section)}; openPangu's layout expects height and width, or time, height and "
+            "width with at least one pair for time"
         )
     if len(share) == 3:
         share[0] -= 1
@@ -528,8 +528,8 @@ class RopeSpec:
 
     @cached_property
     def factor_rows(self) -> dict[float, int]:
-        """The rows of each factor's piece in a joint table (linear scaling by several), in order: ``max_position`` times
-        the factor, as vLLM and sglang have it. Empty where the table is of one rope."""
+        """The rows of each factor's piece in a joint table (linear scaling by several), in order: ``max_position``
+        times the factor, as vLLM and sglang have it. Empty where the table is of one rope."""
         factors = dict(self.params).get("factor")
         if not isinstance(factors, tuple):
             return {}
@@ -573,8 +573,8 @@ class RopeSpec:
 
     @cached_property
     def full_rows(self) -> int:
-        """Positions that the rope is made for: types that stretch reach ``factor`` times the original length. Of a joint
-        table, all its rows."""
+        """Positions that the rope is made for: types that stretch reach ``factor`` times the original length. Of a
+        joint table, all its rows."""
         if self.factor_rows:
             return sum(self.factor_rows.values())
         params = dict(self.params)
@@ -588,8 +588,8 @@ class RopeSpec:
 
 
 def table_rows(spec: RopeSpec) -> int:
-    """Rows that a table begins with: those the rope is made for, but no more than the limit; a joint one is whole, since
-    each of its factors is served from the first position on."""
+    """Rows that a table begins with: those the rope is made for, but no more than the limit; a joint one is whole,
+    since each of its factors is served from the first position on."""
     limit = table_limit()
     return spec.full_rows if limit is None or spec.factor_rows else min(spec.full_rows, limit)
 
@@ -864,7 +864,8 @@ def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int
     if name == "openpangu":
         if layout not in ("interleaved", "pangu"):
             raise ValueError(
-                f"mrope_interleaved of rope_scaling is {scaling.get('mrope_interleaved')!r}; type 'openpangu' expects True"
+                f"mrope_interleaved of rope_scaling is {scaling.get('mrope_interleaved')!r}; "
+                "type 'openpangu' expects True"
             )
         layout = "pangu"
     return mrope_pair_axes(section, layout)

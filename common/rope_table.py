@@ -92,16 +92,16 @@ class RopeTable(LiveBuffers):
         """Make room for positions below ``rows`` now: before a graph is captured, or a loop must not pause.
 
         Raises:
-            IndexError: the rope type's values depend on the table's length, the table joins several factors, or positions
-                are no longer exact.
+            IndexError: the rope type's values depend on the table's length, the table joins several factors, or
+                positions are no longer exact.
         """
         if rows <= self._rows:
             return
         spec, last = self.spec, rows - 1
         if last >= spec.full_rows and spec.factor_rows:
             raise IndexError(
-                f"position {last}, with its offset, is beyond the {spec.full_rows} rows of the joint table of the factors "
-                f"{list(spec.factor_rows)}; it cannot grow, which would move their offsets: give a larger max_position"
+                f"position {last}, with its offset, is beyond the {spec.full_rows} rows of the joint table of the "
+                f"factors {list(spec.factor_rows)}; it cannot grow, which would move their offsets: give a larger max_position"
             )
         if last >= spec.full_rows and not spec.grows:
             raise IndexError(

@@ -16,8 +16,9 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
     """Position interpolation (arXiv 2306.15595), by one factor or, for adapters that were tuned to different ones, by
     several in one joint table: each factor's rows, ``max_position_embeddings`` times the factor, follow the last's.
 
-    A token of a factor is rotated at its position plus that factor's offset, which ``forward`` takes as ``offsets``. As
-    upstream, a position beyond its own factor's rows is one of the next factor's; beyond the last's it is an IndexError.
+    A token of a factor is rotated at its position plus that factor's offset, which ``forward`` takes as ``offsets``.
+    As upstream, a position beyond its own factor's rows is one of the next factor's; beyond the last's it is an
+    IndexError.
 
     Args: as of :class:`RotaryEmbedding`, and
         scaling_factors: a number, or a list of numbers, each once.

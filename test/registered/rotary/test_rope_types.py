@@ -426,8 +426,8 @@ def test_each_pair_takes_its_axis(scaling, axes):
 
 
 def evenly(section):
-    """openPangu's order in exact fractions: the axis with the smallest share placed so far, the first of equal ones, and
-    not the one before while another is left; with time, its last pair closes."""
+    """openPangu's order in exact fractions: the axis with the smallest share placed so far, the first of equal ones,
+    and not the one before while another is left; with time, its last pair closes."""
     counts = dict(enumerate(section))
     counts[0] -= len(section) == 3
     order = []
