@@ -154,8 +154,8 @@ def find_registrations(folder: Path) -> list[Registration]:
     """The registrations of every ``test_*.py`` under ``folder``, by path.
 
     Raises:
-        RegistrationError: one line for each file that is not registered as it should be, or is named so that it would not
-            be looked at; or there is no test file.
+        RegistrationError: one line for each file that is not registered as it should be, or is named so that it would
+            not be looked at; or there is no test file.
     """
     found, errors = [], []
     for path in sorted(folder.rglob("*_test.py")):

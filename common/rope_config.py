@@ -43,13 +43,14 @@ _NEOX_STYLE = frozenset(
     modernbert-decoder molmo2 moshi muse_glimmer muse_glimmer_assistant muse_glimmer_vision muse_spark
     muse_spark_vision nemotron nemotron3_5_transcribe_asr_audio nemotron3_diarization neomme neucodec nomic_bert olmo
     olmo2 olmo3 olmo_hybrid olmoe openpangu_vl orion paddleocr_vl paddleocr_vl_vision persimmon phi phi3
-    phi4_multimodal phimoe pixtral pocket_tts pocket_tts_audio_tokenizer qwen qwen2 qwen2_5_omni qwen2_5_omni_dit qwen2_5_omni_vision_encoder
-    qwen2_5_vl qwen2_5_vl_vision qwen2_moe qwen2_vl qwen2_vl_vision qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_vision
-    qwen3_5_vision qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_talker_code_predictor
-    qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp qwen4_exp_vision
-    recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 step3p5 step3p5_vision step3p7 t5_gemma_module t5gemma
-    t5gemma2 telechat telechat3 timesfm2_5 ultrabert unlimited_ocr vaultgemma video_llama_3_vision voxtral_realtime
-    wav2vec2-bert wav2vec2-conformer xcodec2 xverse zamba2 zaya""".split()
+    phi4_multimodal phimoe pixtral pocket_tts pocket_tts_audio_tokenizer qwen qwen2 qwen2_5_omni qwen2_5_omni_dit
+    qwen2_5_omni_vision_encoder qwen2_5_vl qwen2_5_vl_vision qwen2_moe qwen2_vl qwen2_vl_vision qwen3 qwen3_5
+    qwen3_5_moe qwen3_5_moe_vision qwen3_5_vision qwen3_moe qwen3_next qwen3_omni_moe
+    qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe qwen3_vl_moe_vision
+    qwen3_vl_vision qwen4_exp qwen4_exp_vision recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 step3p5
+    step3p5_vision step3p7 t5_gemma_module t5gemma t5gemma2 telechat telechat3 timesfm2_5 ultrabert unlimited_ocr
+    vaultgemma video_llama_3_vision voxtral_realtime wav2vec2-bert wav2vec2-conformer xcodec2 xverse zamba2
+    zaya""".split()
 )
 _BACKWARDS = frozenset({"nanochat"})  # turns its pairs by the negative angle
 

@@ -101,7 +101,8 @@ class RopeTable(LiveBuffers):
         if last >= spec.full_rows and spec.factor_rows:
             raise IndexError(
                 f"position {last}, with its offset, is beyond the {spec.full_rows} rows of the joint table of the "
-                f"factors {list(spec.factor_rows)}; it cannot grow, which would move their offsets: give a larger max_position"
+                f"factors {list(spec.factor_rows)}; it cannot grow, which would move their offsets: "
+                "give a larger max_position"
             )
         if last >= spec.full_rows and not spec.grows:
             raise IndexError(

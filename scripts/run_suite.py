@@ -77,8 +77,8 @@ class Processes:
 
 
 def end(processes: Iterable[subprocess.Popen]) -> None:
-    """End the groups that ``processes`` lead: by SIGTERM, at which a runner among them ends its own; whoever is left after
-    ``GRACE`` seconds, by SIGKILL."""
+    """End the groups that ``processes`` lead: by SIGTERM, at which a runner among them ends its own; whoever is left
+    after ``GRACE`` seconds, by SIGKILL."""
     for process in processes:
         _signal_group(process, signal.SIGTERM)
     deadline = time.monotonic() + GRACE
@@ -177,8 +177,8 @@ def run_file(path: Path, limit: float, threads: int, processes: Processes) -> Re
 
 
 def run(files: list[Registration], *, jobs: int, limit: float | None, continue_on_error: bool) -> list[Result]:
-    """Run each file once, ``jobs`` at a time; after a failure no further file is started unless told so. Interrupted, end
-    the running ones with all that they started."""
+    """Run each file once, ``jobs`` at a time; after a failure no further file is started unless told so. Interrupted,
+    end the running ones with all that they started."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     results: list[Result] = []
     processes = Processes()

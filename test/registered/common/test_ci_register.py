@@ -79,6 +79,7 @@ def test_a_file_may_carry_several_backends(tmp_path):
         ("def broken(:\n", "cannot be parsed: invalid syntax"),
         ("x = 'a\0b'\n" + MAIN, "null bytes"),
         (b"# caf\xe9\n" + MAIN.encode(), "expected Python source, in UTF-8"),
+        (MAIN.encode() + b"# caf\xe9\n", "expected Python source, in UTF-8"),  # Python looks at the first lines apart
     ],
 )
 def test_each_mistake_is_named(tmp_path, source, cause):

@@ -211,7 +211,7 @@ def test_a_stopped_run_leaves_no_process(tmp_path, number):
         pids = [int(pid) for file in files for pid in file.read_text().split()]
         assert len(pids) == 6 and all(map(is_running, pids))
         runner.send_signal(number)
-        output, _ = runner.communicate()
+        output, _ = runner.communicate(timeout=120)  # it ends, or it waits for its tests
         assert runner.returncode == 128 + number
         assert "the running tests and what they started were ended" in output and "Traceback" not in output
         assert not any(map(is_running, pids))
@@ -224,8 +224,12 @@ def test_a_stopped_run_leaves_no_process(tmp_path, number):
 def test_a_file_out_of_time_leaves_no_process(tmp_path):
     write(tmp_path, "test_slow.py", STARTS_CHILDREN)
     code, output = run_suite(tmp_path, "--timeout-per-file", "12")
+    pids = [int(pid) for pid in (tmp_path / "test_slow.pids").read_text().split()]
+    left = list(filter(is_running, pids))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     assert code == 1 and "timed out after 12 s" in output
-    assert not any(is_running(int(pid)) for pid in (tmp_path / "test_slow.pids").read_text().split())
+    assert len(pids) == 3 and not left
 
 
 def test_check_wants_test_files(tmp_path):
