@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from dataclasses import dataclass
+from importlib.util import decode_source
 from pathlib import Path
 
 # Suites by backend: what they hold, for `run_suite.py --list`.
@@ -48,6 +49,7 @@ register_cuda_ci = register_amd_ci = register_npu_ci = register_xpu_ci = registe
 
 _MARKERS = {f"register_{backend}_ci": backend for backend in SUITES}
 _ARGUMENTS = ("est_time", "suite", "nightly", "disabled")
+_LONGEST = 86_400  # a day
 _KEYWORDS = (*_ARGUMENTS, "stage", "runner_config")
 
 
@@ -74,12 +76,14 @@ def read_registrations(path: Path) -> list[Registration]:
 
     Raises:
         RegistrationError: none, one with an argument that is not a constant or not known, an unknown suite, or no
-            ``if __name__ == "__main__":`` by which a person can run the file.
+            ``if __name__ == "__main__":`` by which a person can run the file; or it is no Python source.
     """
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-    except SyntaxError as error:
-        raise RegistrationError(f"{path}: cannot be parsed: {error}") from error
+        tree = ast.parse(decode_source(path.read_bytes()), filename=str(path))
+    except OSError as error:
+        raise RegistrationError(f"{path}: cannot be read: {error.strerror}; expected a file") from error
+    except (SyntaxError, ValueError, RecursionError) as error:  # ValueError: not UTF-8; NUL bytes, before Python 3.12
+        raise RegistrationError(f"{path}: cannot be parsed: {error}; expected Python source, in UTF-8") from error
     found = [
         _read_marker(path, statement.value)
         for statement in tree.body
@@ -117,7 +121,7 @@ def _read_marker(path: Path, call: ast.Call) -> Registration:
     for argument, node in nodes.items():
         try:
             values[argument] = ast.literal_eval(node)
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: a set or dict of what is not hashable
             raise RegistrationError(
                 f"{where}: {argument} is `{ast.unparse(node)}`; expected a constant, since the file is not run to read it"
             ) from None
@@ -131,8 +135,10 @@ def _read_marker(path: Path, call: ast.Call) -> Registration:
             raise RegistrationError(f"{where}: {argument} is {values[argument]!r}; expected a string or None")
     if not isinstance(values.get("nightly", False), bool):
         raise RegistrationError(f"{where}: nightly is {values['nightly']!r}; expected True or False")
-    if values["est_time"] <= 0:
-        raise RegistrationError(f"{where}: est_time is {values['est_time']}; expected seconds above 0")
+    if not 0 < values["est_time"] <= _LONGEST:
+        raise RegistrationError(
+            f"{where}: est_time is {values['est_time']}; expected seconds above 0, at most {_LONGEST}"
+        )
     backend = _MARKERS[name]
     if values["suite"] not in SUITES[backend]:
         known = ", ".join(SUITES[backend]) or "none yet"
@@ -148,14 +154,21 @@ def find_registrations(folder: Path) -> list[Registration]:
     """The registrations of every ``test_*.py`` under ``folder``, by path.
 
     Raises:
-        RegistrationError: one line for each file that is not registered as it should be.
+        RegistrationError: one line for each file that is not registered as it should be, or is named so that it would
+            not be looked at; or there is no test file.
     """
     found, errors = [], []
+    for path in sorted(folder.rglob("*_test.py")):
+        if not path.name.startswith("test_"):
+            name = f"test_{path.name.removesuffix('_test.py')}.py"
+            errors.append(f"{path}: its name does not begin with test_, so it is never run; expected {name}")
     for path in sorted(folder.rglob("test_*.py")):
         try:
             found += read_registrations(path)
         except RegistrationError as error:
             errors.append(str(error))
+    if not found and not errors:
+        errors.append(f"{folder}: no test file; expected test_*.py in it or below")
     if errors:
         raise RegistrationError("\n".join(errors))
     return found

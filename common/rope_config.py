@@ -42,14 +42,15 @@ _NEOX_STYLE = frozenset(
     minimax_m3_vl_vision ministral ministral3 mistral mixtral mlcd_vision_model mllama mllama_text_model modernbert
     modernbert-decoder molmo2 moshi muse_glimmer muse_glimmer_assistant muse_glimmer_vision muse_spark
     muse_spark_vision nemotron nemotron3_5_transcribe_asr_audio nemotron3_diarization neomme neucodec nomic_bert olmo
-    olmo2 olmo3 olmo_hybrid olmoe orion paddleocr_vl paddleocr_vl_vision persimmon phi phi3 phi4_multimodal phimoe
-    pixtral pocket_tts pocket_tts_audio_tokenizer qwen qwen2 qwen2_5_omni qwen2_5_omni_dit qwen2_5_omni_vision_encoder
-    qwen2_5_vl qwen2_5_vl_vision qwen2_moe qwen2_vl qwen2_vl_vision qwen3 qwen3_5 qwen3_5_moe qwen3_5_moe_vision
-    qwen3_5_vision qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_talker_code_predictor
-    qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe qwen3_vl_moe_vision qwen3_vl_vision qwen4_exp qwen4_exp_vision
-    recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 step3p5 step3p5_vision step3p7 t5_gemma_module t5gemma
-    t5gemma2 telechat telechat3 timesfm2_5 ultrabert unlimited_ocr vaultgemma video_llama_3_vision voxtral_realtime
-    wav2vec2-bert wav2vec2-conformer xcodec2 xverse zamba2 zaya""".split()
+    olmo2 olmo3 olmo_hybrid olmoe openpangu_vl orion paddleocr_vl paddleocr_vl_vision persimmon phi phi3
+    phi4_multimodal phimoe pixtral pocket_tts pocket_tts_audio_tokenizer qwen qwen2 qwen2_5_omni qwen2_5_omni_dit
+    qwen2_5_omni_vision_encoder qwen2_5_vl qwen2_5_vl_vision qwen2_moe qwen2_vl qwen2_vl_vision qwen3 qwen3_5
+    qwen3_5_moe qwen3_5_moe_vision qwen3_5_vision qwen3_moe qwen3_next qwen3_omni_moe
+    qwen3_omni_moe_talker_code_predictor qwen3_omni_moe_vision_encoder qwen3_vl qwen3_vl_moe qwen3_vl_moe_vision
+    qwen3_vl_vision qwen4_exp qwen4_exp_vision recurrent_gemma seed_oss smollm3 solar_open stablelm starcoder2 step3p5
+    step3p5_vision step3p7 t5_gemma_module t5gemma t5gemma2 telechat telechat3 timesfm2_5 ultrabert unlimited_ocr
+    vaultgemma video_llama_3_vision voxtral_realtime wav2vec2-bert wav2vec2-conformer xcodec2 xverse zamba2
+    zaya""".split()
 )
 _BACKWARDS = frozenset({"nanochat"})  # turns its pairs by the negative angle
 
@@ -82,6 +83,7 @@ _DEFAULT_THETAS: dict[str, float | dict[str, float]] = {
     "longcat_flash": 10_000_000.0,
     "musicflamingo": 1200.0,
     "nomic_bert": 1000.0,
+    "openpangu_vl": 64_000_000.0,
     "smollm3": 2_000_000.0,
 }
 # Models whose code has more than a base if their configs say nothing of the rope: a scaling, one for each layer type,
@@ -89,7 +91,7 @@ _DEFAULT_THETAS: dict[str, float | dict[str, float]] = {
 _NEED_PARAMETERS = frozenset(
     """apertus apertus1p5 beam cwm deepseek_v4 diffusion_gemma dory dots3_note embedding_gemma2 gemma4 gemma4_unified
     gpt_oss higgs_audio_v2 laguna lfm3 mellum mimo_v2_flash ministral3 mistral4 mistral_large4 neomme
-    openai_privacy_filter pixtral sam3_vit_model ultrabert zaya""".split()
+    openai_privacy_filter openpangu_vl pixtral sam3_vit_model ultrabert zaya""".split()
 )
 _DEFAULT_PARTIALS = {
     "chatglm": 0.5,
@@ -117,6 +119,7 @@ _MROPE: dict[str, tuple[tuple[int, ...] | None, str]] = {
     "hy_v4_vl": ((12, 10, 10), "interleaved"),
     "hunyuan_vl": (None, "chunked"),
     "neomme": (None, "in turn"),
+    **dict.fromkeys(("openpangu_vl", "openpangu_omni", "openpangu_v2_omni"), (None, "pangu")),  # if mrope_interleaved
 }
 # Ropes of an image's rows and columns, where they are not Qwen2-VL's: see rope_frequencies.axial.
 _AXIAL_LAYOUTS = {
@@ -470,6 +473,8 @@ def _complete_axes(fields: _Fields, scaling: dict[str, Any], kind: str, rotary_d
     section, layout = known
     if layout == "in turn":
         section, layout = (rotary_dim // 2 - rotary_dim // 4, rotary_dim // 4), "glm"
+    if layout == "pangu" and not scaling.pop("mrope_interleaved", False):  # its code follows the flag
+        layout = "chunked"
     if section is not None and "mrope_section" not in scaling:
         if 2 * sum(section) != rotary_dim:
             raise ValueError(

@@ -37,8 +37,9 @@ def default(rotary_dim: int, base: float, *, max_position: int) -> Frequencies:
     return 1.0 / _powers(rotary_dim, base), 1.0
 
 
-def linear(rotary_dim: int, base: float, *, max_position: int, factor: float) -> Frequencies:
-    """Position interpolation (arXiv 2306.15595): positions divided by ``factor``."""
+def linear(rotary_dim: int, base: float, *, max_position: int, factor: float | Sequence[float]) -> Frequencies:
+    """Position interpolation (arXiv 2306.15595): positions divided by ``factor``. Of several, this is one piece's
+    function: see :meth:`RopeSpec.pieces`."""
     return default(rotary_dim, base, max_position=max_position)[0] / factor, 1.0
 
 
@@ -344,6 +345,15 @@ def _lacks(kind: str, name: str) -> ValueError:
     return ValueError(f"rope_scaling of type {kind!r} lacks the parameter {name!r}")
 
 
+def _check_linear(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
+    factors = params["factor"]
+    if not isinstance(factors, tuple):
+        return
+    if not factors or len(set(factors)) < len(factors):
+        raise ValueError(f"factor of rope_scaling is {list(factors)}; expected one or more numbers, each once")
+    params["factor"] = factors if len(factors) > 1 else factors[0]
+
+
 def _check_dynamic(rotary_dim: int, base: float, max_position: int, params: dict[str, Any]) -> None:
     if params.get("factor") is None and params["alpha"] is None:
         raise ValueError("rope_scaling of type 'dynamic' has neither 'factor' nor 'alpha'; expected one of them")
@@ -400,7 +410,7 @@ def _check_grok1(rotary_dim: int, base: float, max_position: int, params: dict[s
 
 ROPE_TYPES: dict[str, RopeType] = {
     "default": RopeType(default),
-    "linear": RopeType(linear),
+    "linear": RopeType(linear, check=_check_linear),
     "ntk": RopeType(ntk),
     "dynamic": RopeType(
         dynamic,
@@ -438,7 +448,8 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
         layout: ``chunked``, one axis after another (Qwen2-VL, XD-RoPE); ``interleaved``, axes in turn until one is
             used up, the first taking the rest (Qwen3-VL); ``glm``, axes in turn, one used up being passed over (GLM);
             ``ernie``, height and width in turn, time last, for ``section`` (height, width, time) (Ernie 4.5 VL);
-            ``pangu``, spread evenly, no axis twice running while another is left, of three the first last (openPangu).
+            ``pangu``, spread evenly, no axis twice running while another is left, of three the first last (openPangu,
+            vLLM's ``get_mrope_interleaved_id_list``), for (height, width) or (time, height, width).
     """
     pairs = sum(section)
     if layout == "chunked":
@@ -472,9 +483,15 @@ def mrope_pair_axes(section: Sequence[int], layout: str = "chunked") -> tuple[in
 
 
 def _evenly_spread(section: Sequence[int]) -> tuple[int, ...]:
-    """At each pair the axis that is furthest behind its share, ties to the first, not the one just taken if possible."""
+    """At each pair the axis that is furthest behind its share, ties to the first, not the one just taken if possible;
+    the last pair is time's."""
     share, closing = list(section), ()
-    if len(share) == 3 and share[0]:
+    if len(share) not in (2, 3) or (len(share) == 3 and share[0] == 0):
+        raise ValueError(
+            f"mrope_section is {tuple(section)}; openPangu's layout expects height and width, or time, height and "
+            "width with at least one pair for time"
+        )
+    if len(share) == 3:
         share[0] -= 1
         closing = (0,)
     taken, axes = [0] * len(share), []
@@ -506,16 +523,60 @@ class RopeSpec:
 
     @property
     def grows(self) -> bool:
-        return ROPE_TYPES[self.rope_type].grows
+        """Not a joint table: rows in one piece would move the pieces behind it."""
+        return ROPE_TYPES[self.rope_type].grows and not self.factor_rows
+
+    @cached_property
+    def factor_rows(self) -> dict[float, int]:
+        """The rows of each factor's piece in a joint table (linear scaling by several), in order: ``max_position``
+        times the factor, as vLLM and sglang have it. Empty where the table is of one rope."""
+        factors = dict(self.params).get("factor")
+        if not isinstance(factors, tuple):
+            return {}
+        return {float(factor): math.ceil(self.max_position * factor) for factor in factors}
 
     def frequencies(self) -> Frequencies:
-        """inv_freq, float32 ``[rotary_dim/2]`` on the CPU, and the factor on cos and sin."""
+        """inv_freq, float32 ``[rotary_dim/2]`` on the CPU, and the factor on cos and sin.
+
+        Raises:
+            ValueError: the rope has several factors, and frequencies for each.
+        """
+        if self.factor_rows:
+            raise ValueError(
+                f"this rope has frequencies for each of its factors {list(self.factor_rows)}; see pieces()"
+            )
+        return self._frequencies()
+
+    def _frequencies(self, **changes: float) -> Frequencies:
         function = ROPE_TYPES[self.rope_type].frequencies
-        return function(self.rotary_dim, self.base, max_position=self.max_position, **dict(self.params))
+        params = {**dict(self.params), **changes}
+        return function(self.rotary_dim, self.base, max_position=self.max_position, **params)
+
+    def pieces(self, rows: int) -> list[tuple[Tensor, float, int]]:
+        """What a table is made of, piece after piece, each from position 0 on: inv_freq, the factor on cos and sin, and
+        the piece's rows. A joint table is always whole; any other is one piece of ``rows``."""
+        if not self.factor_rows:
+            return [(*self._frequencies(), rows)]
+        return [(*self._frequencies(factor=factor), count) for factor, count in self.factor_rows.items()]
+
+    def table(self, rows: int) -> Tensor:
+        """The table of :meth:`pieces`, float32 ``[rows, rotary_dim]`` on the CPU, cos half, then sin half."""
+        pieces = self.pieces(rows)
+        if len(pieces) == 1:
+            return cos_sin_table(*pieces[0])
+        table = torch.empty((sum(self.factor_rows.values()), self.rotary_dim), dtype=torch.float32, device="cpu")
+        at = 0
+        for inv_freq, scale, count in pieces:
+            cos_sin_table(inv_freq, scale, count, out=table[at : at + count])
+            at += count
+        return table
 
     @cached_property
     def full_rows(self) -> int:
-        """Positions that the rope is made for: types that stretch reach ``factor`` times the original length."""
+        """Positions that the rope is made for: types that stretch reach ``factor`` times the original length. Of a
+        joint table, all its rows."""
+        if self.factor_rows:
+            return sum(self.factor_rows.values())
         params = dict(self.params)
         factor = params.get("factor")
         if params.get("seq_len") is not None:
@@ -527,9 +588,10 @@ class RopeSpec:
 
 
 def table_rows(spec: RopeSpec) -> int:
-    """Rows that a table begins with: those the rope is made for, but no more than the limit."""
+    """Rows that a table begins with: those the rope is made for, but no more than the limit; a joint one is whole,
+    since each of its factors is served from the first position on."""
     limit = table_limit()
-    return spec.full_rows if limit is None else min(spec.full_rows, limit)
+    return spec.full_rows if limit is None or spec.factor_rows else min(spec.full_rows, limit)
 
 
 _limit: int | None = None
@@ -567,7 +629,9 @@ def describe_key(key: tuple) -> str:
     """A cache key in words: ``(head size, spec, whether neox, dtype, ...)``."""
     head_size, spec, neox, dtype, *more = key
     params = ", ".join(
-        f"{name}={value}" for name, value in spec.params if value is not None and not isinstance(value, tuple)
+        f"{name}={value}"
+        for name, value in spec.params
+        if value is not None and (name == "factor" or not isinstance(value, tuple))
     )
     words = [
         f"{spec.rope_type} rope of {spec.rotary_dim} of {head_size}",
@@ -753,7 +817,9 @@ def _parameters(
             if type(value) is not int:
                 raise TypeError(f"{name} of rope_scaling is {value!r}; expected an int")
             _check_number(f"{name} of rope_scaling", value, positive=True)
-        elif parameter.annotation.startswith("Sequence"):
+        elif parameter.annotation.startswith("Sequence") or (
+            isinstance(value, tuple) and parameter.annotation.endswith("Sequence[float]")
+        ):
             if not isinstance(value, tuple):
                 raise TypeError(f"{name} of rope_scaling is {value!r}; expected a list of numbers")
             for number in value:
@@ -795,18 +861,24 @@ def _pair_axes(name: str, scaling: dict[str, Any], rotary_dim: int) -> tuple[int
         layout = "glm"
     else:
         layout = scaling.get("mrope_layout", "interleaved" if scaling.get("mrope_interleaved") else "chunked")
-    if name == "openpangu" and layout == "interleaved":
+    if name == "openpangu":
+        if layout not in ("interleaved", "pangu"):
+            raise ValueError(
+                f"mrope_interleaved of rope_scaling is {scaling.get('mrope_interleaved')!r}; "
+                "type 'openpangu' expects True"
+            )
         layout = "pangu"
     return mrope_pair_axes(section, layout)
 
 
-def cos_sin_table(inv_freq: Tensor, scale: float, rows: int, start: int = 0) -> Tensor:
-    """Rows ``start`` to ``start + rows`` of the table: float32 ``[rows, 2 * len(inv_freq)]``, cos half, then sin half.
+def cos_sin_table(inv_freq: Tensor, scale: float, rows: int, start: int = 0, out: Tensor | None = None) -> Tensor:
+    """Rows ``start`` to ``start + rows`` of the table: float32 ``[rows, 2 * len(inv_freq)]``, cos half, then sin half;
+    written to ``out`` if given.
 
     Nothing of the table's size lives beside it, and a row has the same bits whichever rows are built with it.
     """
     half = inv_freq.numel()
-    table = torch.empty((rows, 2 * half), dtype=torch.float32, device="cpu")
+    table = torch.empty((rows, 2 * half), dtype=torch.float32, device="cpu") if out is None else out
     cos, sin = table[:, :half], table[:, half:]
     positions = torch.arange(start, start + rows, dtype=torch.float32, device="cpu")
     angles = torch.mul(positions[:, None], inv_freq, out=sin)

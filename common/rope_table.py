@@ -9,7 +9,7 @@ from torch import Tensor
 
 from common import cache_liveness, rope_frequencies
 from common.cache_liveness import DeadBufferError, LiveBuffers, logger
-from common.rope_frequencies import RopeSpec, cos_sin_table
+from common.rope_frequencies import RopeSpec
 from common.rope_kernel import PositionError, register_live, rotate, rotate_now, row_checks
 
 EXACT_POSITIONS = 1 << 24  # float32 holds every integer up to here; a table beyond would repeat rows
@@ -44,8 +44,8 @@ class RopeTable(LiveBuffers):
         self.is_neox_style = is_neox_style
         device = torch.get_default_device() if device is None else torch.device(device)
         self._rows = self._rows_at_hand(rope_frequencies.table_rows(spec), device)
-        inv_freq, scale = cache_liveness.born_clean(spec.frequencies)
-        self._values_key = (tuple(inv_freq.tolist()), scale)
+        pieces = cache_liveness.born_clean(spec.pieces, self._rows)
+        self._values_key = (tuple(tuple(inv_freq.tolist()) for inv_freq, _, _ in pieces), pieces[0][1])
         self._prepare()
         self.build_buffers(device)
 
@@ -78,11 +78,10 @@ class RopeTable(LiveBuffers):
         return {"cos_sin_cache": (self._rows, self.rotary_dim)}
 
     def derivation(self) -> Hashable:
-        return ("cos_sin_cache", self._rows, *self._values_key)
+        return ("cos_sin_cache", self._rows, *self.spec.factor_rows.values(), *self._values_key)
 
     def derive(self) -> dict[str, Tensor]:
-        inv_freq, scale = self.spec.frequencies()
-        return {"cos_sin_cache": cos_sin_table(inv_freq, scale, self._rows)}
+        return {"cos_sin_cache": self.spec.table(self._rows)}
 
     def checksum(self, tensor: Tensor) -> Tensor:
         return row_checks(tensor)
@@ -93,11 +92,18 @@ class RopeTable(LiveBuffers):
         """Make room for positions below ``rows`` now: before a graph is captured, or a loop must not pause.
 
         Raises:
-            IndexError: the rope type's values depend on the table's length, or positions are no longer exact.
+            IndexError: the rope type's values depend on the table's length, the table joins several factors, or
+                positions are no longer exact.
         """
         if rows <= self._rows:
             return
         spec, last = self.spec, rows - 1
+        if last >= spec.full_rows and spec.factor_rows:
+            raise IndexError(
+                f"position {last}, with its offset, is beyond the {spec.full_rows} rows of the joint table of the "
+                f"factors {list(spec.factor_rows)}; it cannot grow, which would move their offsets: "
+                "give a larger max_position"
+            )
         if last >= spec.full_rows and not spec.grows:
             raise IndexError(
                 f"position {last} is beyond the {spec.full_rows} positions of this {spec.rope_type!r} rope"

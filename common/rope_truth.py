@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from common.cache_liveness import LiveBuffers, born_clean, tensor_fault
 from common.rope_config import layer_types, read_rope_config
-from common.rope_frequencies import cos_sin_table, normalize_rope
+from common.rope_frequencies import RopeSpec, normalize_rope
 
 # Names that such tensors have: inverse frequencies, cos and sin tables, apart or joined, complex tables.
 FREQUENCIES = re.compile(r"(^|_)inv_freqs?$|^freq$|^inv_timescale$")
@@ -416,16 +416,15 @@ def _from_config(slots: list[Slot], config: Any) -> _Values:
     kinds = layer_types(config)
 
     @cache
-    def frequencies(kind: str | None) -> tuple[Tensor, float]:
+    def spec(kind: str | None) -> RopeSpec:
         numbers = read_rope_config(config, layer_type=kind, max_position=None)
-        spec = normalize_rope(
+        return normalize_rope(
             numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
         )
-        return spec.frequencies()
 
     @cache
     def full_table(kind: str | None, rows: int) -> Tensor:
-        return cos_sin_table(*frequencies(kind), rows)
+        return spec(kind).table(rows)
 
     for slot in slots:
         name, present = slot.name, slot.get()
@@ -433,7 +432,7 @@ def _from_config(slots: list[Slot], config: Any) -> _Values:
         if present is None or slot.item is not None:
             continue
         if FREQUENCIES.search(name):
-            values[name] = (frequencies(kind)[0],)
+            values[name] = (spec(kind).frequencies()[0],)
             continue
         if not (COS.search(name) or SIN.search(name) or JOINED.search(name) or _COMPLEX.search(name)):
             continue

@@ -8,15 +8,18 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -25,6 +28,7 @@ from common.ci_register import SUITES, Registration, RegistrationError, find_reg
 
 TESTS = ROOT / "test" / "registered"
 SLACK = 30.0  # seconds of a time limit that do not depend on the estimate: starting Python, importing torch
+GRACE = 3.0  # seconds that processes have to end by themselves
 
 
 @dataclass
@@ -42,6 +46,58 @@ class Result:
     @property
     def ok(self) -> bool:
         return not self.failed and not self.cause
+
+
+class Processes:
+    """The running files' processes, each the leader of a group with all that it starts."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+        self._running: set[subprocess.Popen] = set()
+        self._lock = threading.Lock()
+
+    def start(self, command: list[str], **options: Any) -> subprocess.Popen | None:
+        """The new process, or None after :meth:`stop`."""
+        with self._lock:
+            if self.stopped:
+                return None
+            process = subprocess.Popen(command, start_new_session=True, **options)
+            self._running.add(process)
+            return process
+
+    def forget(self, process: subprocess.Popen) -> None:
+        with self._lock:
+            self._running.discard(process)
+
+    def stop(self) -> None:
+        """End what is running, and start nothing more."""
+        with self._lock:
+            self.stopped = True
+            end(self._running)
+
+
+def end(processes: Iterable[subprocess.Popen]) -> None:
+    """End the groups that ``processes`` lead: by SIGTERM, at which a runner among them ends its own; whoever is left
+    after ``GRACE`` seconds, by SIGKILL."""
+    for process in processes:
+        _signal_group(process, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE
+    for process in processes:
+        while process.poll() is None or _signal_group(process, 0):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        _signal_group(process, signal.SIGKILL)
+        process.wait()
+
+
+def _signal_group(process: subprocess.Popen, number: int) -> bool:
+    """Whether somebody is left in the group to get the signal."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):  # nobody; on some systems, nobody but the dead
+        return False
+    return True
 
 
 def shown(path: Path) -> str:
@@ -63,8 +119,18 @@ def select(files: Iterable[Registration], backend: str, suite: str | None, night
     return [f for f in files if f.backend == backend and suite in (None, f.suite) and (nightly or not f.nightly)]
 
 
-def run_file(path: Path, limit: float, threads: int) -> Result:
-    """One file by pytest in its own process, killed after ``limit`` seconds."""
+def once(files: Iterable[Registration]) -> list[Registration]:
+    """Each file once, however many suites it is in: by its longest estimate."""
+    longest: dict[Path, Registration] = {}
+    for file in files:
+        known = longest.setdefault(file.path, file)
+        if file.est_time > known.est_time:
+            longest[file.path] = file
+    return list(longest.values())
+
+
+def run_file(path: Path, limit: float, threads: int, processes: Processes) -> Result:
+    """One file by pytest in its own process, ended after ``limit`` seconds."""
     result = Result(path)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,23 +138,25 @@ def run_file(path: Path, limit: float, threads: int) -> Result:
         command = [sys.executable, "-m", "pytest", str(path), "-q", "-rs", f"--junitxml={report}"]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with open(Path(folder) / "output", "w+", encoding="utf-8", errors="replace") as output:
-            process = subprocess.Popen(
+            process = processes.start(
                 command,
                 cwd=ROOT,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
+            if process is None:
+                return Result(path, cause="not run after the runner was stopped")
             try:
                 code = process.wait(limit)
                 if code not in (0, 1):
                     result.cause = "no test ran" if code == 5 else f"exit status {code}"
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                process.wait()
+                end([process])
                 code, result.cause = None, f"timed out after {limit:.0f} s"
+            finally:
+                processes.forget(process)
             output.seek(0)
             result.output = output.read()
         if report.exists():
@@ -109,9 +177,11 @@ def run_file(path: Path, limit: float, threads: int) -> Result:
 
 
 def run(files: list[Registration], *, jobs: int, limit: float | None, continue_on_error: bool) -> list[Result]:
-    """Run each file once, ``jobs`` at a time; after a failure no further file is started unless told so."""
+    """Run each file once, ``jobs`` at a time; after a failure no further file is started unless told so. Interrupted,
+    end the running ones with all that they started."""
     threads = max(1, (os.cpu_count() or 1) // jobs)
     results: list[Result] = []
+    processes = Processes()
     stopped = False
 
     def one(file: Registration) -> None:
@@ -119,7 +189,9 @@ def run(files: list[Registration], *, jobs: int, limit: float | None, continue_o
         if stopped:
             results.append(Result(file.path, cause="not run after an earlier failure"))
             return
-        result = run_file(file.path, limit or SLACK + 10 * file.est_time, threads)
+        result = run_file(file.path, limit or SLACK + 10 * file.est_time, threads, processes)
+        if processes.stopped:
+            return
         results.append(result)
         mark = "ok  " if result.ok else "FAIL"
         name = shown(file.path)
@@ -132,7 +204,14 @@ def run(files: list[Registration], *, jobs: int, limit: float | None, continue_o
             stopped = not continue_on_error
 
     with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, files))
+        try:
+            list(pool.map(one, files))
+        except BaseException:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a second one would leave what is not ended yet
+                signal.signal(number, signal.SIG_IGN)
+            processes.stop()
+            pool.shutdown(cancel_futures=True)
+            raise
     return results
 
 
@@ -149,6 +228,13 @@ def summary(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text}")
+    return value
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hw", default="cpu", help="backend (default: cpu)")
@@ -157,7 +243,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--auto-partition-id", type=int, help="which part to run, from 0")
     parser.add_argument("--auto-partition-size", type=int, help="how many parts there are")
     parser.add_argument("--continue-on-error", action="store_true", help="go on after a failure")
-    parser.add_argument("--timeout-per-file", type=float, help="seconds; by default ten times the estimate")
+    parser.add_argument("--timeout-per-file", type=seconds, help="seconds; by default ten times the estimate")
     parser.add_argument("--jobs", type=int, default=1, help="files at a time (default: 1)")
     parser.add_argument("--list", action="store_true", help="list what would run, and stop")
     parser.add_argument("--check", action="store_true", help="check all registrations, and stop")
@@ -190,7 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{len({r.path for r in registered})} test files are registered")
         return 0
     chosen = select(registered, options.hw, options.suite, options.nightly)
-    files = [f for f in chosen if f.disabled is None]
+    files = once(f for f in chosen if f.disabled is None)
     if options.auto_partition_size is not None:
         files = partition(files, options.auto_partition_size)[options.auto_partition_id]
     files.sort(key=lambda f: (-f.est_time, str(f.path)))
@@ -198,11 +284,17 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{file.est_time:>6.0f} s  {file.suite:<28}{shown(file.path)}")
     for file in chosen:
         if file.disabled is not None:
-            print(f"disabled  {file.path}: {file.disabled}")
+            print(f"disabled  {shown(file.path)}: {file.disabled}")
     print(f"{len(files)} files, estimated {sum(f.est_time for f in files):.0f} s", flush=True)
     if options.list:
         return 0
-    results = run(files, jobs=options.jobs, limit=options.timeout_per_file, continue_on_error=options.continue_on_error)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    limit = options.timeout_per_file
+    try:
+        results = run(files, jobs=options.jobs, limit=limit, continue_on_error=options.continue_on_error)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        print("stopped; the running tests and what they started were ended", file=sys.stderr)
+        return stop.code if isinstance(stop, SystemExit) else 128 + signal.SIGINT
     print(summary(results))
     ran = sum(r.passed + r.failed for r in results)
     if not ran:

@@ -291,6 +291,8 @@ def _ropes(config: Any, kind: str | None, max_position: int | None) -> list[tupl
         longest = _FIRST_ROWS
     try:
         first = rope(min(max_position or _FIRST_ROWS, longest))
+        if first.spec.factor_rows:
+            raise _Unequal("its config has several linear factors, which transformers does not know")
         if first.spec.rope_type == "longrope":
             original = dict(first.spec.params)["original_max_position_embeddings"]
             return [(rope(original), original), (rope(None), None)]

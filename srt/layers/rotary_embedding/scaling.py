@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,7 +13,16 @@ from srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 
 class LinearScalingRotaryEmbedding(RotaryEmbedding):
-    """Position interpolation (arXiv 2306.15595)."""
+    """Position interpolation (arXiv 2306.15595), by one factor or, for adapters that were tuned to different ones, by
+    several in one joint table: each factor's rows, ``max_position_embeddings`` times the factor, follow the last's.
+
+    A token of a factor is rotated at its position plus that factor's offset, which ``forward`` takes as ``offsets``.
+    As upstream, a position beyond its own factor's rows is one of the next factor's; beyond the last's it is an
+    IndexError.
+
+    Args: as of :class:`RotaryEmbedding`, and
+        scaling_factors: a number, or a list of numbers, each once.
+    """
 
     def __init__(
         self,
@@ -21,11 +31,24 @@ class LinearScalingRotaryEmbedding(RotaryEmbedding):
         max_position_embeddings: int,
         base: float,
         is_neox_style: bool,
-        scaling_factor: float,
+        scaling_factors: float | Sequence[float],
         dtype: torch.dtype | None = None,
     ) -> None:
-        scaling = {"rope_type": "linear", "factor": scaling_factor}
+        scaling = {"rope_type": "linear", "factor": scaling_factors}
         super().__init__(head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, scaling)
+
+    @property
+    def scaling_factors(self) -> list[float]:
+        """The factors in the order of their rows."""
+        return list(self.scaling_factor_to_offset)
+
+    @property
+    def scaling_factor_to_offset(self) -> dict[float, int]:
+        """The first row of each factor."""
+        counts = self.spec.factor_rows
+        if not counts:
+            return {float(dict(self.spec.params)["factor"]): 0}
+        return dict(zip(counts, accumulate(counts.values(), initial=0)))
 
 
 class NTKScalingRotaryEmbedding(RotaryEmbedding):

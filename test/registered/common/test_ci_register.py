@@ -14,9 +14,9 @@ register_cpu_ci(est_time=3, suite="base-a-test-cpu")
 MAIN = 'if __name__ == "__main__":\n    pass\n'
 
 
-def write(folder: Path, text: str, name: str = "test_it.py") -> Path:
+def write(folder: Path, text: str | bytes, name: str = "test_it.py") -> Path:
     path = folder / name
-    path.write_text(textwrap.dedent(text))
+    path.write_bytes(text if isinstance(text, bytes) else textwrap.dedent(text).encode())
     return path
 
 
@@ -58,7 +58,28 @@ def test_a_file_may_carry_several_backends(tmp_path):
         ('register_cpu_ci(1, "base-a-test-cpu", disabled=True)\n' + MAIN, "disabled is True"),
         ('register_cpu_ci(1, "base-a-test-cpu", speed=3)\n' + MAIN, "'speed'"),
         ('register_cpu_ci(1, "base-a-test-cpu", False, None, "a")\n' + MAIN, "5 positional"),
-        ("def broken(:\n", "cannot be parsed"),
+        ('register_cpu_ci(est_time=1e999, suite="base-a-test-cpu")\n' + MAIN, "est_time is inf; expected seconds"),
+        ('register_cpu_ci(est_time=True, suite="base-a-test-cpu")\n' + MAIN, "est_time is True; expected float"),
+        ('register_cpu_ci(est_time=[1], suite="base-a-test-cpu")\n' + MAIN, "est_time is [1]; expected float"),
+        (
+            'register_cpu_ci(est_time={[]: 1}, suite="base-a-test-cpu")\n' + MAIN,
+            "est_time is `{[]: 1}`; expected a constant",
+        ),
+        ("register_cpu_ci(est_time=1, suite={{}})\n" + MAIN, "suite is `{{}}`; expected a constant"),
+        (
+            'register_cpu_ci(est_time=1, suite=["base-a-test-cpu"])\n' + MAIN,
+            "suite is ['base-a-test-cpu']; expected str",
+        ),
+        (
+            'register_cpu_ci(*(1, "base-a-test-cpu"))\n' + MAIN,
+            "est_time is `*(1, 'base-a-test-cpu')`; expected a constant",
+        ),
+        ('register_cpu_ci(**{"est_time": 1})\n' + MAIN, "argument None; expected each of est_time"),
+        ('register_cpu_ci(1, "base-a-test-cpu", stage=3)\n' + MAIN, "stage is 3; expected a string or None"),
+        ("def broken(:\n", "cannot be parsed: invalid syntax"),
+        ("x = 'a\0b'\n" + MAIN, "null bytes"),
+        (b"# caf\xe9\n" + MAIN.encode(), "expected Python source, in UTF-8"),
+        (MAIN.encode() + b"# caf\xe9\n", "expected Python source, in UTF-8"),  # Python looks at the first lines apart
     ],
 )
 def test_each_mistake_is_named(tmp_path, source, cause):
@@ -66,6 +87,23 @@ def test_each_mistake_is_named(tmp_path, source, cause):
     with pytest.raises(RegistrationError) as caught:
         read_registrations(path)
     assert str(path) in str(caught.value) and cause in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("start", [b"\xef\xbb\xbf", b"# -*- coding: latin-1 -*-\nname = 'caf\xe9'\n"])
+def test_what_python_can_read_is_read(tmp_path, start):
+    source = start + b'register_cpu_ci(1, "base-a-test-cpu")\n' + MAIN.encode()
+    (one,) = read_registrations(write(tmp_path, source))
+    assert one.est_time == 1
+
+
+def test_what_is_no_file_is_named(tmp_path):
+    (tmp_path / "test_folder.py").mkdir()
+    (tmp_path / "test_gone.py").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RegistrationError) as caught:
+        find_registrations(tmp_path)
+    for line, name in zip(str(caught.value).splitlines(), ("test_folder.py", "test_gone.py"), strict=True):
+        assert line.startswith(f"{tmp_path / name}: cannot be read: ") and line.endswith("expected a file")
 
 
 def test_all_mistakes_of_a_folder_are_reported_together(tmp_path):

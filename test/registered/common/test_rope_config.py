@@ -6,6 +6,7 @@ import pytest
 
 from common.ci_register import register_cpu_ci
 from common.rope_config import layer_types, read_rope_config
+from srt.layers.rotary_embedding import get_rope_from_config
 
 register_cpu_ci(est_time=6, suite="base-a-test-cpu")
 
@@ -244,6 +245,42 @@ def test_another_length_than_the_configs_changes_no_value():
     config = dict(LLAMA, rope_scaling=yarn)
     assert read_rope_config(config, max_position=100).rope_scaling["original_max_position_embeddings"] == 4096
     assert read_rope_config(config, max_position=100).max_position == 100
+
+
+def test_several_linear_factors_are_read_as_they_are():
+    scaling = dict(type="linear", factor=[1.0, 4.0])
+    assert read(rope_scaling=scaling).rope_scaling == dict(rope_type="linear", factor=[1.0, 4.0])
+    rope = get_rope_from_config({**LLAMA, "rope_scaling": scaling})
+    assert rope.scaling_factor_to_offset == {1.0: 0, 4.0: 4096}
+    shorter = get_rope_from_config({**LLAMA, "rope_scaling": scaling}, max_position=100)
+    assert shorter.scaling_factor_to_offset == {1.0: 0, 4.0: 100}
+
+
+PANGU = dict(
+    model_type="openpangu_vl",
+    text_config=dict(
+        model_type="openpangu_vl_text", hidden_size=4096, num_attention_heads=32, max_position_embeddings=32768
+    ),
+    vision_config=dict(model_type="openpangu_vl", hidden_size=1536, num_heads=16),
+)  # fmt: skip
+
+
+def pangu(**scaling):
+    return read_rope_config({**PANGU, "text_config": {**PANGU["text_config"], "rope_scaling": scaling}})
+
+
+def test_openpangus_axes_take_turns_if_its_config_says_so():
+    for kind in (dict(type="mrope"), dict(rope_type="default"), dict(rope_type="openpangu")):
+        found = pangu(**kind, mrope_section=[24, 20, 20], mrope_interleaved=True)
+        assert (found.base, found.is_neox_style, found.rope_scaling["mrope_layout"]) == (64e6, True, "pangu")
+        assert "mrope_interleaved" not in found.rope_scaling
+    assert pangu(type="mrope", mrope_section=[24, 20, 20]).rope_scaling["mrope_layout"] == "chunked"
+    flat = {**PANGU["text_config"], "model_type": "openpangu_vl"}
+    scaling = dict(mrope_section=[24, 20, 20], mrope_interleaved=True)
+    axes = get_rope_from_config({**flat, "rope_scaling": scaling}).spec.pair_axes
+    assert axes[:25] == (0, 1, 2) * 7 + (0, 1, 0, 2) and axes[-2:] == (0, 0)
+    with pytest.raises(ValueError, match="no rope_parameters, which model_type 'openpangu_vl' needs"):
+        read_rope_config(PANGU["vision_config"])
 
 
 def test_dynamic_follows_the_length():

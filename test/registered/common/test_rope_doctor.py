@@ -87,6 +87,10 @@ SHAPES = {
     "config": (lambda: ConfigRotary(secret=3), "config"),
     "complex": (lambda: ComplexRotary(DIM), "own method"),
     "ours": (lambda: get_rope(DIM, DIM, TOP, BASE, dtype=torch.float32), "derivation"),
+    "ours, joint": (
+        lambda: get_rope(DIM, DIM, TOP, BASE, True, {"rope_type": "linear", "factor": [1.0, 4.0]}, torch.float32),
+        "derivation",
+    ),
 }
 
 
@@ -114,6 +118,34 @@ DAMAGES = {
     "meta": (lambda t: t.to("meta"), "dead", "meta"),
     "cast": (lambda t: t.bfloat16().float() if not t.is_complex() else t * 0.5, "degraded", "cast"),
 }
+
+
+class JointRotary(nn.Module):
+    """An engine's joint table of several linear factors; its model has a config."""
+
+    def __init__(self, secret):
+        super().__init__()
+        tables = []
+        for factor in FACTORS:
+            angle = torch.arange(int(TOP * factor), dtype=torch.float32)[:, None] * (true_frequencies() / factor)
+            tables.append(torch.cat((angle.cos(), angle.sin()), dim=-1))
+        self.register_buffer("cos_sin_cache", torch.cat(tables), persistent=False)
+
+
+FACTORS = [1.0, 4.0]
+
+
+@pytest.mark.parametrize("damage", [lambda t: None, lambda t: t.data[TOP:].copy_(t.data[TOP:].roll(1, 0))])
+def test_a_joint_table_of_several_factors_is_held_against_the_config(damage):
+    model = model_of(JointRotary(secret=3))
+    model.config = {**CONFIG, "rope_scaling": dict(type="linear", factor=FACTORS)}
+    right = model.rotary_emb.cos_sin_cache.clone()
+    damage(model.rotary_emb.cos_sin_cache)
+    healthy = torch.equal(model.rotary_emb.cos_sin_cache, right)
+    (finding,) = check_model(model).findings
+    assert (finding.truth, finding.verdict) == ("config", "right" if healthy else "wrong")
+    repair_model(model)
+    assert torch.equal(model.rotary_emb.cos_sin_cache, right)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.ci_register import register_cpu_ci
-from common.rope_frequencies import ROPE_TYPES, cos_sin_table, mrope_pair_axes, normalize_rope
+from common.rope_frequencies import ROPE_TYPES, cos_sin_table, describe_key, mrope_pair_axes, normalize_rope
 
 register_cpu_ci(est_time=25, suite="base-a-test-cpu")
 
@@ -60,6 +60,19 @@ def test_a_row_has_the_same_bits_whichever_rows_are_built_with_it(kind):
     whole = cos_sin_table(inv_freq, scale, 70_000)
     for start, rows in ((0, 1), (1, 1), (3, 7), (4095, 2), (4096, 4096), (50_000, 20_000), (69_999, 1), (8, 0)):
         assert torch.equal(cos_sin_table(inv_freq, scale, rows, start), whole[start : start + rows])
+
+
+def test_a_joint_table_is_its_pieces_from_position_0_on_and_a_single_factor_is_no_piece():
+    one = typed("linear", factor=[2.0, 1.25])
+    assert one.factor_rows == {2.0: 8192, 1.25: 5120} and one.full_rows == 13312 and not one.grows
+    plain = spec().frequencies()[0]
+    table = one.table(one.full_rows)
+    assert torch.equal(table[:8192], cos_sin_table(plain / 2.0, 1.0, 8192))
+    assert torch.equal(table[8192:], cos_sin_table(plain / 1.25, 1.0, 5120))
+    with pytest.raises(ValueError, match=r"frequencies for each of its factors \[2.0, 1.25\]"):
+        one.frequencies()
+    assert typed("linear", factor=[2.0]) == typed("linear", factor=2.0)
+    assert describe_key((HEAD, one, True, torch.float32)).endswith("factor=(2.0, 1.25)")
 
 
 @each_type

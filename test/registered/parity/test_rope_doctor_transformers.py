@@ -161,6 +161,46 @@ def test_figures(capsys):
     assert COUNTS["found"] == COUNTS["planted"] and not COUNTS["false alarms"]
 
 
+# --- models that have been used -----------------------------------------------------------------------------------------
+
+HALF = 8  # pairs of a head
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32,
+    "short_factor": [1.0 + 0.1 * i for i in range(HALF)], "long_factor": [2.0 + i for i in range(HALF)],
+}  # fmt: skip
+USED = {
+    "dynamic": (transformers.LlamaForCausalLM, transformers.LlamaConfig, DYNAMIC),
+    "longrope": (transformers.Phi3ForCausalLM, transformers.Phi3Config, LONGROPE),
+    "dynamic and longrope by layer type": (
+        transformers.Gemma3ForCausalLM,
+        transformers.Gemma3TextConfig,
+        {"full_attention": DYNAMIC, "sliding_attention": LONGROPE},
+    ),
+}
+
+
+@pytest.mark.parametrize("lengths", [(8,), (96,), (96, 8), (8, 96), (96, 64)], ids=str)
+@pytest.mark.parametrize("case", USED)
+def test_a_model_that_followed_its_sequences_length(case, lengths):
+    """Its frequencies are those of the longest sequence, or of the last: right as they are, and anything else wrong."""
+    model_class, config_class, rope = USED[case]
+    small = {name: value for name, value in SMALL.items() if hasattr(config_class(), name)}
+    small |= dict(max_position_embeddings=48 if case == "dynamic" else 64, rope_parameters=rope)
+    model = model_class(config_class(**small)).eval()
+    for length in lengths:
+        model(torch.ones(1, length, dtype=torch.int64))
+    report = check_model(model)
+    assert report.findings and report.verdict == "right", str(report)
+    assert not repair_model(model).findings
+    for path, module in model.named_modules():
+        for slot in rope_slots(module):
+            slot.put(slot.get() * 0.75)  # not in place: a reset leaves one tensor under two names
+            assert [f.path for f in check_model(model).findings if f.verdict != "right"] == [f"{path}.{slot.name}"]
+            repair_model(model)
+            assert check_model(model).verdict == "right"
+
+
 # --- transformers' own loader -------------------------------------------------------------------------------------------
 
 

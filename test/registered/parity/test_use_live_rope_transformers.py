@@ -185,6 +185,13 @@ def gptj():
     return transformers.GPTJForCausalLM(config)
 
 
+def codegen():  # its attention is cut for four model-parallel shards
+    config = transformers.CodeGenConfig(
+        n_embd=64, n_layer=2, n_head=4, rotary_dim=8, n_positions=256, vocab_size=128, bos_token_id=1, eos_token_id=2
+    )
+    return transformers.CodeGenForCausalLM(config)
+
+
 def cohere():
     return transformers.CohereForCausalLM(transformers.CohereConfig(**SMALL))
 
@@ -198,7 +205,26 @@ def gemma4():
     return transformers.Gemma4ForCausalLM(transformers.Gemma4TextConfig(**sizes, vocab_size_per_layer_input=128))
 
 
-@pytest.mark.parametrize("make", [deepseek_v2, gptj, cohere, olmo2, gemma4], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [gptj, codegen])
+def test_a_joined_table_of_sines_and_cosines_stays_right_when_another_model_is_torn_down(make):
+    torch.manual_seed(0)
+    torn = make().eval()
+    survivor = copy.deepcopy(torn)
+    right = logits(survivor)
+    for model in (torn, survivor):
+        assert isinstance(text_rope(model).embed_positions, torch.Tensor)
+        report = use_live_rope(model)
+        assert report.swapped == ["transformer.rotary_emb"] and not report.kept, str(report)
+        assert not hasattr(text_rope(model), "embed_positions")
+        assert torch.equal(logits(model), right)
+    for ruin in (overwrite_untraced, kill_inv_freq, lambda model: model.to("meta")):
+        ruin(text_rope(torn) if ruin is kill_inv_freq else torn)
+        assert torch.equal(logits(survivor), right)
+    report.undo()
+    assert torch.equal(logits(survivor), right)
+
+
+@pytest.mark.parametrize("make", [deepseek_v2, gptj, codegen, cohere, olmo2, gemma4], ids=lambda make: make.__name__)
 def test_other_layouts_of_cos_and_sin(make):
     """Complex numbers, sin before cos, each value twice in turn, float32 whatever the model's dtype, two kinds of layer."""
     for dtype in (torch.float32, torch.bfloat16):
@@ -268,6 +294,24 @@ def test_dynamic_follows_the_longest_sequence_until_a_short_one():
         assert all(torch.equal(logits(model, n), expected) for n, expected in zip(lengths, right))
         for table in text_rope(model).buffers():
             table.data.fill_(3.0)
+
+
+class SeveralFactorsRotaryEmbedding(torch.nn.Module):
+    """As remote code may have it: it makes of its config's factors what it will."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(8), persistent=False)
+
+
+def test_several_linear_factors_are_kept_with_the_reason():
+    holder = torch.nn.Module()
+    scaling = dict(rope_type="linear", factor=[1.0, 4.0])
+    sizes = dict(hidden_size=64, num_attention_heads=4, max_position_embeddings=256)
+    holder.config = dict(model_type="llama", rope_theta=1e4, rope_scaling=scaling, **sizes)
+    holder.rotary_emb = SeveralFactorsRotaryEmbedding(holder.config)
+    report = use_live_rope(holder)
+    assert not report.swapped and "several linear factors" in report.kept["rotary_emb"]
 
 
 def test_what_cannot_be_swapped_is_reported():

@@ -2,13 +2,15 @@
 
 import math
 import sys
+from fractions import Fraction
 
 import pytest
 import torch
 
 import srt.layers.rotary_embedding as ropes
 from common.ci_register import register_cpu_ci
-from common.rope_frequencies import ROPE_TYPES, mrope_pair_axes
+from common.rope_frequencies import ROPE_TYPES, mrope_pair_axes, set_table_limit, table_rows
+from multimodal_gen.runtime.layers.rotary_embedding import get_rope as multimodal_gen_get_rope
 from srt.layers.rotary_embedding import get_rope
 from srt.layers.rotary_embedding.factory import _ROPE_DICT
 
@@ -262,6 +264,137 @@ def test_offsets_are_added():
     assert torch.equal(rope(positions, query, None, offsets)[0], rope(positions + offsets, query)[0])
 
 
+# --- linear scaling by several factors -------------------------------------------------------------------------------
+
+FACTORS = [1.0, 4.0, 1.5]  # in an order of their own
+
+
+def joint(factors=FACTORS, top=TOP, neox=True, **more):
+    return get_rope(DIM, DIM, top, BASE, neox, {"rope_type": "linear", "factor": factors, **more}, torch.float32)
+
+
+def joint_truth(query, positions, factor, neox=True):
+    return rotated(query, positions.double()[:, None] / factor / POWERS, neox=neox)
+
+
+def assert_joint_right(rope, neox=True):
+    """Every factor rotates its tokens as its paper says, also all in one call."""
+    offsets = rope.scaling_factor_to_offset
+    positions = torch.tensor([0, 1, 17, TOP - 1])
+    query, key = queries(4), queries(5, 1)[1:]
+    for factor, offset in offsets.items():
+        at = torch.cat((positions, torch.tensor([math.ceil(TOP * factor) - 1])))
+        ours, _ = rope(at, queries(5), None, torch.full_like(at, offset))
+        assert (ours.double() - joint_truth(queries(5), at, factor, neox)).abs().max() < 4 * TOP * 2**-22
+    several = torch.tensor([offsets[factor] for factor in (4.0, 1.0, 1.5, 4.0)])
+    for our, x in zip(rope(positions, query, key, several), (query, key)):
+        for i, factor in enumerate((4.0, 1.0, 1.5, 4.0)):
+            expected = joint_truth(x[i : i + 1], positions[i : i + 1], factor, neox)
+            assert (our[i : i + 1].double() - expected).abs().max() < 4 * TOP * 2**-22
+
+
+@pytest.mark.parametrize("neox", [True, False])
+def test_a_joint_table_rotates_by_the_factor_at_each_offset(neox):
+    assert_joint_right(joint(neox=neox), neox)
+
+
+def test_offsets_are_the_rows_of_the_factors_before():
+    rope = joint([1.0, 4.0, 1.5], top=255)
+    assert rope.scaling_factor_to_offset == {1.0: 0, 4.0: 255, 1.5: 255 + 1020}
+    assert len(rope.cos_sin_cache) == 255 + 1020 + 383  # 382.5 positions begin 383 rows
+    assert rope.scaling_factors == [1.0, 4.0, 1.5]
+    assert joint(4.0).scaling_factor_to_offset == {4.0: 0} and joint(4.0).scaling_factors == [4.0]
+
+
+def test_a_joint_tables_pieces_are_the_bits_of_each_factors_own_table():
+    rope = joint()
+    for factor, offset in rope.scaling_factor_to_offset.items():
+        own = joint(factor).cos_sin_cache
+        assert torch.equal(rope.cos_sin_cache[offset : offset + len(own)], own)
+
+
+def test_a_joint_table_is_one_entry_for_equal_factors_in_equal_order():
+    assert joint([1, 4]) is joint((1.0, 4.0)) is joint([1.0, 4])
+    assert joint([4]) is joint([4.0]) is joint(4.0)
+    assert len({id(joint(factors)) for factors in ([1.0, 4.0], [4.0, 1.0], [1.0, 4.5], [1.0, 4.0, 8.0], 4.0)}) == 5
+    assert joint([1.0, 4.0], top=TOP + 1) is not joint([1.0, 4.0])
+
+
+def test_a_joint_table_cannot_grow():
+    rope = joint()
+    rows, query = len(rope.cos_sin_cache), queries(2)
+    kept, table = query.clone(), rope.cos_sin_cache.clone()
+    last, offset = math.ceil(TOP * 1.5) - 1, rope.scaling_factor_to_offset[1.5]
+    rope(torch.tensor([last]), queries(1), None, torch.tensor([offset]))
+    for reach in (
+        lambda: rope(torch.tensor([3, last + 1]), query, None, torch.tensor([0, offset]), inplace=True),
+        lambda: rope.reserve(rows + 1),
+    ):
+        with pytest.raises(IndexError, match=rf"position {rows}.*{rows} rows of the joint table.*\[1.0, 4.0, 1.5\]"):
+            reach()
+    assert torch.equal(query, kept) and torch.equal(rope.cos_sin_cache, table)
+    with pytest.raises(IndexError, match="negative"):
+        rope(torch.tensor([-1]), queries(1))
+
+
+def test_a_joint_table_is_whole_whatever_the_table_limit():
+    set_table_limit(16)
+    try:
+        rope = joint([4.0, 1.5, 1.0])  # an order that no other test has a table of, whose rows would serve here
+        assert len(rope.cos_sin_cache) == table_rows(rope.spec) == TOP + 4 * TOP + TOP * 3 // 2
+        assert_joint_right(rope)
+        assert len(joint(7.0).cos_sin_cache) == 16
+    finally:
+        set_table_limit(None)
+
+
+RUINS = {
+    "overwritten behind PyTorch's back": lambda rope: rope.cos_sin_cache.data.fill_(0.5),
+    "by another factor's rows": lambda rope: rope.cos_sin_cache.data[:TOP].copy_(
+        rope.cos_sin_cache.data[TOP : 2 * TOP]
+    ),
+    "storage freed": lambda rope: rope.cos_sin_cache.untyped_storage().resize_(0),
+    "to meta": lambda rope: rope.to("meta"),
+    "to_empty": lambda rope: rope.to_empty(device="cpu"),
+    "cast": lambda rope: rope.half(),
+}
+
+
+@pytest.mark.parametrize("ruin", RUINS.values(), ids=RUINS)
+def test_a_ruined_joint_table_is_rebuilt(ruin):
+    rope = joint()
+    right = rope.cos_sin_cache.clone()
+    ruin(rope)
+    assert_joint_right(rope)
+    assert torch.equal(rope.cos_sin_cache, right)
+    rope.cos_sin_cache = right.to("meta")
+    assert torch.equal(joint().cos_sin_cache, right)
+
+
+def test_both_subsystems_share_a_joint_table():
+    theirs = multimodal_gen_get_rope(
+        DIM, DIM, TOP, BASE, True, {"rope_type": "linear", "factor": FACTORS}, torch.float32
+    )
+    assert theirs.cos_sin_cache.data_ptr() == joint().cos_sin_cache.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "error", "message"),
+    [
+        ({"rope_type": "linear", "factor": []}, ValueError, r"factor of rope_scaling is \[\]; expected one or more"),
+        ({"rope_type": "linear", "factor": [1.0, 4, 4.0]}, ValueError, r"factor .* \[1.0, 4, 4.0\]; .* each once"),
+        ({"rope_type": "linear", "factor": [1.0, -4.0]}, ValueError, "factor of rope_scaling is -4.0"),
+        ({"rope_type": "linear", "factor": [1.0, "4"]}, TypeError, "factor of rope_scaling is '4'"),
+        ({"rope_type": "linear", "factor": [1.0, [4.0]]}, TypeError, r"factor of rope_scaling is \(4.0,\)"),
+        ({"rope_type": "ntk", "factor": [1.0, 4.0]}, TypeError, r"factor of rope_scaling is \(1.0, 4.0\); .* a number"),
+    ],
+)
+def test_wrong_factors_are_named(scaling, error, message):
+    with pytest.raises(error, match=message):
+        get_rope(DIM, DIM, TOP, BASE, True, scaling)
+    assert len(_ROPE_DICT) == 0
+
+
 # --- positions of several axes ---------------------------------------------------------------------------------------
 
 
@@ -290,6 +423,53 @@ def test_each_pair_takes_its_axis(scaling, axes):
     assert (rope(positions, query)[0].double() - expected).abs().max() < 1e-3
     text = torch.arange(5)
     assert torch.equal(rope(text, query)[0], rope(text.expand(len(axes), 5), query)[0])
+
+
+def evenly(section):
+    """openPangu's order in exact fractions: the axis with the smallest share placed so far, the first of equal ones,
+    and not the one before while another is left; with time, its last pair closes."""
+    counts = dict(enumerate(section))
+    counts[0] -= len(section) == 3
+    order = []
+    while len(order) < sum(counts.values()):
+        shares = sorted((Fraction(order.count(a), n), a) for a, n in counts.items() if order.count(a) < n)
+        order.append(next((a for _, a in shares if order[-1:] != [a]), shares[0][1]))
+    return tuple(order) + (0,) * (len(section) == 3)
+
+
+def test_openpangus_order_is_the_published_one():
+    assert mrope_pair_axes((2, 3, 3), "pangu") == (0, 1, 2, 1, 2, 1, 2, 0)  # as vLLM's own tests have it
+    assert mrope_pair_axes((2, 2), "pangu") == (0, 1, 0, 1)
+    for section in ((24, 20, 20), (16, 24, 24), (8, 12, 12), (1, 30, 1), (10, 22)):
+        assert mrope_pair_axes(section, "pangu") == evenly(section)
+    assert mrope_pair_axes((24, 20, 20), "pangu") != mrope_pair_axes((24, 20, 20), "interleaved")  # Qwen3-VL's
+
+
+@pytest.mark.parametrize("section", [[8, 12, 12], [12, 10, 10], [14, 18]])
+@pytest.mark.parametrize("neox", [True, False])
+def test_openpangu_rotates_each_pair_by_its_axis(section, neox):
+    scaling = {"rope_type": "openpangu", "mrope_section": section, "mrope_interleaved": True}
+    rope = get_rope(DIM, DIM, TOP, BASE, neox, scaling, torch.float32)
+    assert isinstance(rope, ropes.MRotaryEmbedding)
+    positions = torch.randint(0, TOP, (len(section), 5), generator=torch.Generator().manual_seed(2))
+    query = queries(5)
+    expected = rotated(query, positions.double()[list(evenly(section))].T / POWERS, neox=neox)
+    assert (rope(positions, query)[0].double() - expected).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        ({"mrope_section": [8, 12, 12]}, "mrope_interleaved of rope_scaling is None; .* expects True"),
+        ({"mrope_section": [8, 12, 12], "mrope_interleaved": False}, "mrope_interleaved of rope_scaling is False"),
+        ({"mrope_section": [8, 8, 8, 8], "mrope_interleaved": True}, r"\(8, 8, 8, 8\); openPangu's layout expects"),
+        ({"mrope_section": [0, 16, 16], "mrope_interleaved": True}, "at least one pair for time"),
+        ({"mrope_interleaved": True}, "'mrope_section'"),
+    ],
+)
+def test_what_openpangu_lacks_is_named(scaling, message):
+    with pytest.raises(ValueError, match=message):
+        get_rope(DIM, DIM, TOP, BASE, True, {"rope_type": "openpangu", **scaling})
 
 
 # --- classes with another forward -----------------------------------------------------------------------------------
@@ -383,6 +563,7 @@ def test_fope_from_meta_waits_for_its_parameters():
 NUMBERS = (DIM, DIM, 64, BASE, True)
 CLASSES = {
     "LinearScalingRotaryEmbedding": ((4.0, torch.float32), {}, {"rope_type": "linear", "factor": 4.0}),
+    "LinearScalingRotaryEmbedding by several": (([1.0, 4.0], torch.float32), {}, {"rope_type": "linear", "factor": [1.0, 4.0]}),
     "NTKScalingRotaryEmbedding": ((4.0, torch.float32), {"mixed_b": 0.5}, {"rope_type": "ntk", "factor": 4.0, "mixed_b": 0.5}),
     "DynamicNTKScalingRotaryEmbedding": ((4.0, torch.float32), {}, {"rope_type": "dynamic", "factor": 4.0}),
     "DynamicNTKAlphaRotaryEmbedding": ((50.0, torch.float32), {}, {"rope_type": "dynamic", "alpha": 50.0}),
@@ -397,7 +578,7 @@ CLASSES = {
 @pytest.mark.parametrize("name", CLASSES)
 def test_upstreams_classes_are_the_factorys(name):
     arguments, keywords, scaling = CLASSES[name]
-    ours = getattr(ropes, name)(*NUMBERS, *arguments, **keywords)
+    ours = getattr(ropes, name.split()[0])(*NUMBERS, *arguments, **keywords)
     shared = get_rope(*NUMBERS, scaling, torch.float32)
     assert type(shared) is type(ours)
     assert torch.equal(shared.cos_sin_cache, ours.cos_sin_cache)
