@@ -248,6 +248,35 @@ class XDRotaryEmbedding(MRotaryEmbedding):
         )
 
 
+class MRotaryEmbeddingInterleaved(MRotaryEmbedding):
+    """openPangu's mRoPE (vLLM's class of this name): the axes of ``mrope_section``, (height, width) or (time, height,
+    width), spread evenly over the pairs.
+
+    Raises:
+        ValueError: ``mrope_interleaved`` is false: that is :class:`MRotaryEmbedding`.
+    """
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype | None,
+        mrope_section: Sequence[int],
+        mrope_interleaved: bool = True,
+    ) -> None:
+        scaling = {
+            "rope_type": "openpangu",
+            "mrope_section": mrope_section,
+            "mrope_interleaved": mrope_interleaved,
+        }
+        super().__init__(
+            head_size, rotary_dim, max_position_embeddings, base, is_neox_style, dtype, rope_scaling=scaling
+        )
+
+
 class YaRNScalingMRotaryEmbedding(MRotaryEmbedding):
     """mRoPE with YaRN's frequencies; its further parameters as keywords."""
 

@@ -454,7 +454,11 @@ def test_openpangu_rotates_each_pair_by_its_axis(section, neox):
     positions = torch.randint(0, TOP, (len(section), 5), generator=torch.Generator().manual_seed(2))
     query = queries(5)
     expected = rotated(query, positions.double()[list(evenly(section))].T / POWERS, neox=neox)
-    assert (rope(positions, query)[0].double() - expected).abs().max() < 1e-3
+    named = ropes.MRotaryEmbeddingInterleaved(DIM, DIM, TOP, BASE, neox, torch.float32, section)
+    for layer in (rope, named):
+        assert (layer(positions, query)[0].double() - expected).abs().max() < 1e-3
+    with pytest.raises(ValueError, match="mrope_interleaved"):
+        ropes.MRotaryEmbeddingInterleaved(DIM, DIM, TOP, BASE, neox, torch.float32, section, False)
 
 
 @pytest.mark.parametrize(
