@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from common.rope_doctor import Report, check_model, repair_model
@@ -62,18 +63,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    before, repaired, after = {}, {}, {}
     try:
-        models = load(options.path, options.trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - a library's loader may raise anything; it is all one to the caller
+        with redirect_stdout(sys.stderr):  # whatever a library or a model's code prints is no part of the report
+            for name, model in load(options.path, options.trust_remote_code).items():
+                before[name] = check_model(model)
+                if options.repair_check:
+                    repaired[name] = repair_model(model)
+                    after[name] = check_model(model)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything; it is all one to the caller
         message = f"{options.path} could not be checked: {error}"
         print(json.dumps({"verdict": "unchecked", "error": message}) if options.json else message)
         return UNCHECKED
-    before, repaired, after = {}, {}, {}
-    for name, model in models.items():
-        before[name] = check_model(model)
-        if options.repair_check:
-            repaired[name] = repair_model(model)
-            after[name] = check_model(model)
     if options.json:
         parts = {"found": before, "repaired": repaired, "after": after}
         print(json.dumps({k: {n: r.to_dict() for n, r in v.items()} for k, v in parts.items() if v}, indent=2))
