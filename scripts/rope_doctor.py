@@ -30,7 +30,11 @@ def load(folder: Path, trust_remote_code: bool):
     if index.exists():
         from diffusers import DiffusionPipeline
 
-        pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        parts = json.loads(index.read_text(encoding="utf-8"))
+        absent = {name: None for name, part in parts.items() if part == [None, None]}  # else its loader wants them
+        pipeline = DiffusionPipeline.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **absent
+        )
         return {name: part for name, part in pipeline.components.items() if hasattr(part, "named_modules")}
     if not config.exists():
         raise CannotLoad(f"{folder} holds neither config.json nor model_index.json")
