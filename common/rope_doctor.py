@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.cache_liveness import LiveBuffers, find_dead_buffer, get_live_entry, tensor_fault
+from common.cache_liveness import LiveBuffers, born_clean, find_dead_buffer, get_live_entry, tensor_fault
 from common.rope_truth import COS, FREQUENCIES, JOINED, OWNER, SIN, Slot, Truth, Truths, holds_tensors, rope_slots
 
 _ROWS = 4096  # rows of a table looked at together: reductions, not tables, go to the host
@@ -71,7 +71,8 @@ class Report:
         return "right"
 
     def to_dict(self) -> dict[str, Any]:
-        findings = [asdict(finding) for finding in self.findings]
+        """The report in JSON's types: an ``error`` that is not finite is None."""
+        findings = [asdict(f) | {"error": f.error if math.isfinite(f.error) else None} for f in self.findings]
         return {"verdict": self.verdict, "findings": findings, "computed": self.computed}
 
     def __str__(self) -> str:
@@ -98,6 +99,10 @@ def check_model(model: nn.Module, *, config: Any = None) -> Report:
         model: any module: transformers, diffusers, vLLM- or sglang-shaped, remote code, or bare.
         config: the model's config, object or dict, if it does not carry one.
     """
+    return born_clean(_checked, model, config)
+
+
+def _checked(model: nn.Module, config: Any) -> Report:
     report = Report([_examine(path, slot, truth) for path, slot, truth in _with_truths(model, config)])
     seen = {(f.module, f.buffer) for f in report.findings}
     storing = {f.module for f in report.findings}
@@ -107,7 +112,7 @@ def check_model(model: nn.Module, *, config: Any = None) -> Report:
         if path and path not in storing and OWNER.search(type(module).__name__) and not holds_tensors(module)
     ]
     for path, module in model.named_modules():
-        for name in module._non_persistent_buffers_set:
+        for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
             fault = tensor_fault(buffer) if buffer is not None else None
             if fault is not None and (path, name) not in seen:
@@ -123,12 +128,23 @@ def repair_model(model: nn.Module, *, config: Any = None) -> Report:
         a report of what was done: a finding for each buffer that was rewritten, its verdict afterwards. What could not
         be verified is not touched.
     """
+    return born_clean(_repaired, model, config)
+
+
+def _repaired(model: nn.Module, config: Any) -> Report:
     done = Report()
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}  # what one tensor under two names was and became
     for path, slot, truth in _with_truths(model, config):
         verdict = _examine(path, slot, truth).verdict
         if truth is None or verdict in ("right", "unverified") or (truth.assumed and verdict != "degraded"):
             continue
-        _rewrite(slot, truth.values[0], _home(model))
+        old = slot.get()
+        if old is not None and id(old) in replaced:
+            slot.put(replaced[id(old)][1])
+        if _examine(path, slot, truth).verdict != "right":
+            _rewrite(slot, truth.values[0], _home(model))
+        if old is not None and slot.get() is not old:
+            replaced[id(old)] = old, slot.get()
         done.findings.append(_examine(path, slot, truth))
     return done
 
@@ -169,6 +185,7 @@ def _rewrite(slot: Slot, expected: Tensor, home: torch.device) -> None:
             and value.dtype == expected.dtype
             and value.shape == expected.shape
             and not value.is_inference()
+            and all(stride or size == 1 for size, stride in zip(value.shape, value.stride()))  # not expanded
         ):
             value.copy_(expected)
             return
@@ -191,6 +208,8 @@ def _examine(path: str, slot: Slot, truth: Truth | None) -> Finding:
     fault = tensor_fault(value)
     if fault is not None:
         return _dead(path, name, fault, truth.source if truth else "memory")
+    if type(value) not in (Tensor, nn.Parameter):
+        return Finding(path, name, "unverified", advice=f"a {type(value).__name__}, which is not looked into")
     if truth is None:
         return _by_mathematics(path, slot, value)
     found = _best_of(path, name, value, truth)
@@ -200,7 +219,17 @@ def _examine(path: str, slot: Slot, truth: Truth | None) -> Finding:
             return certain
         advice = f"other values than the default {truth.assumed} gives, which the module may not have been made with"
         return Finding(path, name, "unverified", truth.source, found.error, found.where, "", advice)
+    if found.verdict == "degraded" and _made_small(slot, value):
+        return Finding(path, name, "right", truth.source, found.error)
     return found
+
+
+def _made_small(slot: Slot, table: Tensor) -> bool:
+    """Whether a table was made in its small dtype, not cast to it: a cast would have taken its frequencies along."""
+    if table.dim() == 1 or table.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    frequencies = [s.get() for s in rope_slots(slot.module) if FREQUENCIES.search(s.name)]
+    return any(f is not None and f.dtype.itemsize > table.dtype.itemsize for f in frequencies)
 
 
 def _best_of(path: str, name: str, value: Tensor, truth: Truth) -> Finding:
@@ -239,11 +268,12 @@ def _wide(block: Tensor) -> Tensor:
 def _difference(value: Tensor, expected: Tensor) -> tuple[float, str, bool]:
     """The largest difference, the first place where there is one, and whether all of it is rounding: that of another
     order of operations, or of frequencies an ulp or two away as another device computes them, whose angles differ the
-    more the larger they are. Block by block on the value's device."""
+    more the larger they are, and in many rows, not in one. Block by block on the value's device."""
     largest, first, rounding = 0.0, "", True
     rows, truth = _rows(value), _rows(expected)
     speed = None if value.dim() == 1 else _speeds(truth)
     unit = 8 * torch.finfo(expected.dtype).eps
+    turn = min(unit, 8 * torch.finfo(torch.float32).eps)  # however small the table's dtype, its angles were float32
     for at in range(0, len(rows), _ROWS):
         ours = _wide(rows[at : at + _ROWS])
         theirs = _wide(truth[at : at + _ROWS].to(value.device)).to(ours.device)
@@ -256,13 +286,15 @@ def _difference(value: Tensor, expected: Tensor) -> tuple[float, str, bool]:
             row, column = (gap > 0).nonzero()[0].tolist()
             first = f"frequency {column}" if value.dim() == 1 else f"position {at + row}, column {column}"
         largest = max(largest, worst)
-        bound = theirs.abs()
+        bound = unit * theirs.abs()
         if speed is not None:
             step, begin = speed
             position = torch.arange(at, at + len(ours), dtype=torch.float64, device=ours.device)
             position = position if begin else torch.full_like(position, len(rows))
-            bound = bound + 1 + position[:, None] * step.to(ours.device)
-        rounding = rounding and bool((gap <= unit * bound).all())
+            bound += turn
+            many = (gap > 0).double().mean(dim=0) > 1 / 8
+            bound = bound + turn * position[:, None] * (step.to(ours.device) * many)
+        rounding = rounding and bool((gap <= bound).all())
     return largest, first, rounding
 
 
@@ -299,91 +331,135 @@ def _cause(value: Tensor) -> str:
 
 def _by_mathematics(path: str, slot: Slot, value: Tensor) -> Finding:
     """What can be said without knowing the numbers: wrong for certain, or unverified."""
+    unusual = ""
     if value.dim() == 1 and FREQUENCIES.search(slot.name):
-        wrong = _frequencies_fault(value.detach().double().cpu())
+        frequencies = value.detach().double().cpu()
+        wrong, unusual = _frequencies_fault(frequencies), _unusual(frequencies)
     else:
         wrong = _table_fault(slot, value)
     if wrong is not None:
         return Finding(path, slot.name, "wrong", "mathematics", math.inf, wrong, _cause(value), "load the model again")
-    advice = "consistent in itself; give check_model the model's config"
-    return Finding(path, slot.name, "unverified", "mathematics", advice=advice)
+    advice = f"{'' if unusual else 'consistent in itself; '}give check_model the model's config"
+    return Finding(path, slot.name, "unverified", "mathematics", cause=unusual, advice=advice)
 
 
 def _frequencies_fault(frequencies: Tensor) -> str | None:
+    """What no model has; some turn backwards, faster than by 1 a position, or have their frequencies in another order."""
     if not bool(torch.isfinite(frequencies).all()):
         return "not finite"
-    if bool((frequencies < 0).any()) or not bool(frequencies.any()):
-        return "frequencies are not positive"
-    if float(frequencies.max()) > 1.0 + 1e-3:
-        return f"a frequency of {float(frequencies.max()):.3g}, above 1"
-    if float(frequencies.max()) < 1e-20:
-        return f"no frequency above {float(frequencies.max()):.3g}"
-    if bool((frequencies[1:] > frequencies[:-1] * (1 + 1e-6)).any()) and bool((frequencies > 0).all()):
-        falls = frequencies[1:] > frequencies[:-1] * (1 + 1e-6)
-        if int(falls.sum()) > 1:  # one rise is where a second axis begins
-            return f"frequencies rise at {int(falls.nonzero()[0])}"
-    return None
+    largest = float(frequencies.abs().max())
+    if largest > 1e4:
+        return f"a frequency of {largest:.3g}"
+    return f"no frequency above {largest:.3g}" if largest < 1e-20 else None
+
+
+def _unusual(frequencies: Tensor) -> str:
+    """What few models have: frequencies that are not positive and falling from 1, once for each axis."""
+    steps = frequencies.diff()
+    if float(frequencies.min()) < 0:
+        return "unlike most ropes: some frequencies are negative"
+    if float(frequencies.max()) > 1 + 1e-3:
+        return f"unlike most ropes: a frequency of {float(frequencies.max()):.3g}, above 1"
+    rises = (steps > 1e-6 * frequencies[:-1]).nonzero().flatten()
+    if len(rises) > 2:  # where a second and a third axis begin
+        return f"unlike most ropes: frequencies rise at {int(rises[0]) + 1}"
+    still = (frequencies == 0).nonzero().flatten()
+    if len(still) and bool(frequencies[int(still[0]) :].any()):  # still pairs are a head's last
+        return f"unlike most ropes: frequency {int(still[0])} is 0"
+    return ""
 
 
 def _table_fault(slot: Slot, value: Tensor) -> str | None:
     """What no table of rotations has: values that are not finite, pairs that are not rotations, positions that do not
-    follow one another."""
-    rows, pairs = _rows(value), _pairs(slot, value)
+    follow one another. Of a tensor whose name says nothing only the first is known."""
+    rows, pairings = _rows(value), _pairings(slot, value)
+    eps = torch.finfo(value.dtype).eps
+    table = value.is_complex() or any(kind.search(slot.attribute) for kind in (COS, SIN, JOINED))
     for at in range(0, len(rows), _ROWS):
         block = rows[at : at + _ROWS]
         bad = ~torch.isfinite(torch.view_as_real(block).flatten(1) if block.is_complex() else block).all(dim=1)
         if bool(bad.any()):
             return f"position {at + int(bad.nonzero()[0])} is not finite"
-        if pairs is not None:
-            norm = pairs(at, at + _ROWS).abs()
-            bad = (norm - norm[:, :1]).abs().amax(dim=1) > 5e-3 * norm[:, 0]
-            bad |= (norm[:, 0] < 1e-3) | (norm[:, 0] > 1e3)
-        elif COS.search(slot.name) or SIN.search(slot.name):
+        if table and not pairings:
             bad = block.abs().amax(dim=1) > 4
             bad |= (not SIN.search(slot.name)) & ~block.any(dim=1)
-        if bool(bad.any()):
-            return f"position {at + int(bad.nonzero()[0])} is no rotation"
-    if not bool(rows.any()):
+            if bool(bad.any()):
+                return f"position {at + int(bad.nonzero()[0])} is no rotation"
+    if table and not bool(rows.any()):
         return "nothing but zeros"
-    return None if pairs is None else _steps_fault(pairs, len(rows))
+    faults = [_norms_fault(pairs, len(rows), eps) or _steps_fault(pairs, len(rows), eps) for pairs in pairings]
+    return faults[0] if faults and all(faults) else None
 
 
-def _pairs(slot: Slot, value: Tensor) -> Callable[[int, int], Tensor] | None:
-    """Rows ``[first, last)`` of a table as complex128 ``cos + i sin``, or None where a tensor holds no such pairs."""
+_Pairs = Callable[[int, int], Tensor]
+
+
+def _pairings(slot: Slot, value: Tensor) -> list[_Pairs]:
+    """Functions that give rows ``[first, last)`` of a table as complex128 ``cos + i sin``, one for each way in which a
+    table of this name may hold its pairs; none where a tensor holds none."""
     if value.is_complex():
-        return lambda first, last: _wide(_rows(value)[first:last])
+        return [lambda first, last: _wide(_rows(value)[first:last])]
     if JOINED.search(slot.name) and value.shape[-1] % 2 == 0:
-        return lambda first, last: torch.complex(*_wide(_rows(value)[first:last]).chunk(2, dim=1))
+        return [
+            lambda first, last: torch.complex(*_wide(_rows(value)[first:last]).chunk(2, dim=1)),
+            lambda first, last: torch.view_as_complex(_wide(_rows(value)[first:last]).unflatten(1, (-1, 2))),
+        ]
     for mine, other in (("cos", "sin"), ("sin", "cos")):
         if (COS if mine == "cos" else SIN).search(slot.name):
             partner = Slot(slot.module, slot.attribute.replace(mine, other), slot.item).get()
-            if partner is None or tensor_fault(partner) is not None or partner.shape != value.shape:
-                return None
-            cos, sin = (value, partner) if mine == "cos" else (partner, value)
-            return lambda first, last: torch.complex(_wide(_rows(cos)[first:last]), _wide(_rows(sin)[first:last]))
+            if partner is None or tensor_fault(partner) is not None or type(partner) is not Tensor:
+                return []
+            if (partner.shape, partner.dtype, partner.device) != (value.shape, value.dtype, value.device):
+                return []
+            both = (value, partner) if mine == "cos" else (partner, value)
+            return [lambda first, last, both=both: torch.complex(*(_wide(_rows(t)[first:last]) for t in both))]
+    return []
+
+
+def _norms_fault(pairs: _Pairs, rows: int, eps: float) -> str | None:
+    """Where pairs are not of the length that they have in row 0, all scaled alike: a table may have a scale, and columns
+    that it leaves empty."""
+    first = pairs(0, 1).abs()
+    size, column = first.max(dim=1)
+    for at in range(0, rows, _ROWS):
+        norm = pairs(at, at + _ROWS).abs()
+        scale = norm[:, column] / size
+        bad = (norm - first * scale).abs().amax(dim=1) > max(5e-3, 2 * eps) * size * scale[:, 0]
+        length = norm[:, column[0]]
+        bad |= (length < 1e-3) | (length > 1e3)
+        if bool(bad.any()):
+            return f"position {at + int(bad.nonzero()[0])} is no rotation"
     return None
 
 
-def _steps_fault(pairs: Callable[[int, int], Tensor], rows: int) -> str | None:
-    """Where a table of consecutive positions breaks off: each row turns from the one before as that did from its own.
-    Nothing is said of a table in which that is not the rule; a table may begin anew."""
+def _steps_fault(pairs: _Pairs, rows: int, eps: float) -> str | None:
+    """Where a table of consecutive positions breaks off: each row turns from the one before as that did from its own. A
+    table that begins with position 0 may begin anew, and any may go on at another position, as the lines of an image do.
+    Nothing is said of a table in which that is not the rule."""
+    if rows < 16:
+        return None
+    near = max(1e-3, 4 * eps)
+    begins = bool(((pairs(0, 1) / pairs(0, 1).abs().clamp_min(1e-12) - 1).abs() < near).all())
     broken: list[int] = []
-    for at in range(1, rows - 1, _ROWS):
-        turned = pairs(at - 1, at + _ROWS + 1)
+    for at in range(0, rows, _ROWS):
+        first = max(at - 3, 0)
+        turned = pairs(first, at + _ROWS + 3)
         turned = turned / turned.abs().clamp_min(1e-12)
         step = turned[1:] * turned[:-1].conj()
-        position = torch.arange(at, at + len(step) - 1, dtype=torch.float64, device=step.device)[:, None]
-        gap, reach = (step[1:] - step[:-1]).abs(), 1e-3 + 1e-6 * position * (1e-3 + step[:-1].angle().abs())
-        start = ((turned - 1).abs() < 1e-3).all(dim=1)
-        excused = start[2:] | start[1:-1] | start[:-2]
-        broken += (at + ((gap > reach).any(dim=1) & ~excused).nonzero().flatten()).tolist()
+        position = torch.arange(first, first + len(step), dtype=torch.float64, device=step.device)[:, None]
+        reach = near + 1e-6 * position * (1e-3 + step.angle().abs())
+        changed = ((step[1:] - step[:-1]).abs() > reach[:-1]).any(dim=1)
+        resumed = ((step[2:] - step[:-2]).abs() <= reach[:-2]).all(dim=1)
+        changed[:-1] &= ~resumed
+        changed[1:] &= ~resumed
+        if begins:
+            start = ((turned - 1).abs() < near).all(dim=1)
+            changed &= ~(start[2:] | start[1:-1] | start[:-2])
+        found = (first + 1 + changed.nonzero().flatten()).tolist()
+        broken += [row for row in found if at <= row < at + _ROWS]
         if len(broken) > max(3, rows // 10):
             return None
-    if broken:
-        return f"position {broken[0] + (broken[0] > 1)} does not follow the one before"
-    if rows > 2 and not bool(((pairs(0, 1) / pairs(0, 1).abs() - 1).abs() < 1e-3).all()):
-        return "position 0 is turned"
-    return None
+    return f"position {broken[0] + (broken[0] > 1)} does not follow the one before" if broken else None
 
 
 # --- caches of engines that one cannot change ---------------------------------------------------------------------------
@@ -483,7 +559,7 @@ def guard_cache(owner: Any, attribute: str | None = None) -> GuardedCache | Call
 
     def undo() -> None:
         own.clear()
-        own.update(guarded.data)
+        own.update(guarded)
         setattr(owner, attribute, own)
 
     return undo

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import random
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from common.cache_liveness import LiveBuffers, born_clean, tensor_fault
-from common.rope_config import layer_types, read_rope_config
+from common.rope_config import RopeArguments, layer_types, read_rope_config
 from common.rope_frequencies import RopeSpec, normalize_rope
 
 # Names that such tensors have: inverse frequencies, cos and sin tables, apart or joined, complex tables.
@@ -30,6 +32,7 @@ SIN = re.compile(r"(^|_)sin(_cached|_cache|_table)?$|^sin_cached_total$")
 JOINED = re.compile(r"cos_sin(_cache|_table)?$|^embed_positions$")
 _COMPLEX = re.compile(r"^freqs_c(is|i)$|^(pos|neg)_freqs$|^freqs$|^freqs_complex$")
 OWNER = re.compile(r"[Rr]otary|ROTARY|Ro[Pp][Ee]|ROPE|(^|_)rope|[Pp]os_?[Ee]mbed|[Pp]osition(al)?_?[Ee]mbed")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 _NOT_TEXT = {"vision", "visual", "image", "img", "video", "audio", "speech", "acoustic", "vit"}
 
 
@@ -112,6 +115,8 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 def _is_rope(slot: Slot) -> bool:
     module, name, value = slot.module, slot.attribute, slot.get()
+    if value is not None and not _is_numbers(value):
+        return False
     owner = bool(OWNER.search(type(module).__name__))
     if COS.search(name) or SIN.search(name) or JOINED.search(name):
         return name != "embed_positions" or owner
@@ -119,8 +124,13 @@ def _is_rope(slot: Slot) -> bool:
         return not name.startswith("_") and (name not in ("freqs", "freq") or owner)
     if not owner or name.startswith("_") or value is None or value.numel() < 2:
         return False
-    kept = name in module._buffers and name not in module._non_persistent_buffers_set  # a checkpoint brings it
-    return not kept and (value.is_floating_point() or value.is_complex())
+    return name not in module._buffers or name in module._non_persistent_buffers_set  # else a checkpoint brings it
+
+
+def _is_numbers(value: Tensor) -> bool:
+    """Whether a tensor is a dense array of at least one dimension and element, of a dtype that one can calculate with."""
+    dense = value.layout == torch.strided and not value.is_nested
+    return dense and value.dtype in _DTYPES and value.dim() > 0 and value.numel() > 0
 
 
 # --- running the code again -------------------------------------------------------------------------------------------
@@ -146,7 +156,7 @@ class Truths:
         """The truth about each slot of ``module``, found at ``path``; slots of which nothing is known are left out."""
         if isinstance(module, LiveBuffers):
             return self._fitting("derivation", slots, _tried(lambda: {n: (t,) for n, t in module.derive().items()}))
-        arguments = _tried(_arguments, module)
+        arguments = _tried(_kept_arguments, module)
         own = _tried(_from_methods, module)
         if arguments and not arguments.assumed:
             own = _tried(_rebuilt, module, slots, arguments) or own
@@ -193,17 +203,17 @@ class Truths:
 
     def _config_of(self, path: str, module: nn.Module) -> Any:
         """The module's own config, else that of the nearest module above it, if it is not that of another modality."""
-        own = getattr(module, "config", None)
+        own = _tried(getattr, module, "config", None)
         if own is not None:
             return own
         for ancestor in reversed(self._ancestors(path)):
-            config = getattr(self._modules[ancestor], "config", None)
+            config = _tried(getattr, self._modules[ancestor], "config", None)
             if config is not None:
                 break
         else:
             ancestor, config = "", None
         config = config if self._config is None else self._config
-        below = re.split(r"[._]", path if self._config is not None else path[len(ancestor) :].lower())
+        below = re.split(r"[._]", (path if self._config is not None else path[len(ancestor) :]).lower())
         return None if _NOT_TEXT & set(below) else config
 
     def _assumed(self, module: nn.Module, slots: list[Slot], arguments: _Arguments) -> dict[str, Truth]:
@@ -233,10 +243,30 @@ class Truths:
 
 def _tried(find: Callable[..., Any], *arguments: Any) -> Any:
     """``find(*arguments)`` in a clean thread, or None: foreign code may raise anything, then the next source is asked."""
+
+    def run() -> Any:
+        with _undisturbed():
+            return find(*arguments)
+
     try:
-        return born_clean(find, *arguments)
-    except Exception:  # noqa: BLE001
+        return born_clean(run)
+    except (Exception, SystemExit):  # noqa: BLE001
         return None
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Foreign code within sees the usual default dtype, and leaves that and the random numbers as they were."""
+    dtype, state = torch.get_default_dtype(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=()):
+            if dtype != torch.float32:
+                torch.set_default_dtype(torch.float32)
+            yield
+    finally:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        random.setstate(state)
 
 
 def _plausible(value: Tensor) -> bool:
@@ -289,22 +319,48 @@ def _arguments(module: nn.Module) -> _Arguments | None:
     return _Arguments((), named, assumed)
 
 
-def _built(module: nn.Module, arguments: _Arguments) -> nn.Module:
-    """``type(module)`` called again on the CPU."""
+def _kept_arguments(module: nn.Module) -> _Arguments | None:
+    """:func:`_arguments`, if a module that is made with them keeps the same: else an attribute is no longer what was
+    passed under its name, but what became of it."""
+    arguments = _arguments(module)
+    if arguments is None:
+        return None
+    named = _copied(arguments).named
+    again = _arguments(_built(module, _Arguments((), named, arguments.assumed)))
+    return arguments if again is not None and again.named == named else None
+
+
+def _copied(arguments: _Arguments) -> _Arguments:
+    """Arguments that a constructor may change."""
     given = (*arguments.positional, *arguments.named.values())
     if any(isinstance(value, (Tensor, nn.Module)) for value in given):
-        raise TypeError(f"{type(module).__name__} is made from tensors or modules")
+        raise TypeError("made from tensors or modules")
+    return copy.deepcopy(arguments)
+
+
+def _built(module: nn.Module, arguments: _Arguments) -> nn.Module:
+    """``type(module)`` called again on the CPU."""
     with torch.device("cpu"):
         return type(module)(*arguments.positional, **arguments.named)
 
 
+def _settled(module: nn.Module, arguments: _Arguments) -> tuple[nn.Module, _Values]:
+    """``type(module)`` called again, and those of its tensors that are not random."""
+    state = torch.get_rng_state()
+    fresh = _built(module, _copied(arguments))
+    values: _Values = {name: (tensor.clone(),) for name, tensor in _tensors(fresh).items()}
+    if not torch.equal(torch.get_rng_state(), state):
+        other = _tensors(_built(module, _copied(arguments)))
+        values = {name: value for name, value in values.items() if name in other and _equal(value[0], other[name])}
+    return fresh, values
+
+
 def _rebuilt(module: nn.Module, slots: list[Slot], arguments: _Arguments) -> _Values:
     """The tensors of a module built anew, brought to where forwards have brought the present one."""
-    fresh = _built(module, arguments)
-    values: _Values = {name: (tensor.clone(),) for name, tensor in _tensors(fresh).items()}
+    fresh, values = _settled(module, arguments)
     for kind, positions, keywords in _long_forwards(module):
         with torch.device("cpu"):
-            fresh(torch.zeros(1, dtype=torch.float32), torch.tensor([[positions]]), **keywords)
+            fresh.forward(torch.zeros(1, dtype=torch.float32), torch.tensor([[positions]]), **keywords)
         for name, tensor in _tensors(fresh).items():
             if kind == "longrope":  # each forward chooses between the two
                 values[name] = (*values.get(name, ()), tensor)
@@ -319,7 +375,7 @@ def _rebuilt(module: nn.Module, slots: list[Slot], arguments: _Arguments) -> _Va
     if lazy:  # tables, one for each axis, that the first forward makes
         axes = sum(s.attribute == lazy[0].attribute for s in lazy)
         with torch.device("cpu"):
-            fresh(torch.zeros(1, axes, dtype=torch.int64))
+            fresh.forward(torch.zeros(1, axes, dtype=torch.int64))
         values.update({name: (tensor,) for name, tensor in _tensors(fresh).items()})
     return values
 
@@ -346,17 +402,23 @@ def _long_forwards(module: nn.Module) -> Iterator[tuple[str, int, dict[str, str]
 
 
 def _from_methods(module: nn.Module) -> _Values:
-    """vLLM's and sglang's shape: methods that compute the table from attributes."""
+    """vLLM's and sglang's shape: methods that compute the table from attributes. It is kept in the module's ``dtype``."""
     values: _Values = {}
     bare = copy.copy(module)
+    for name, held in vars(module).items():  # what the methods assign must not reach the module
+        vars(bare)[name] = copy.copy(held) if isinstance(held, (dict, list, set)) else held
     compute = getattr(type(module), "_compute_cos_sin_cache", None)
     if compute is not None:
         with torch.device("cpu"):
-            values["cos_sin_cache"] = (compute(bare),)
+            table = compute(bare)
+        kept, dtype = module._buffers.get("cos_sin_cache"), getattr(module, "dtype", None)
+        if isinstance(table, Tensor):
+            values["cos_sin_cache"] = (table.to(dtype) if kept is not None and kept.dtype == dtype else table,)
     frequencies = getattr(type(module), "_compute_inv_freq", None)
     if frequencies is not None and hasattr(module, "base"):
-        with torch.device("cpu"):
-            values["inv_freq"] = (frequencies(bare, module.base),)
+        if list(inspect.signature(frequencies).parameters)[1:] == ["base"]:
+            with torch.device("cpu"):
+                values["inv_freq"] = (frequencies(bare, module.base),)
     return values
 
 
@@ -404,7 +466,7 @@ def _constructor(model: nn.Module) -> Callable[[], nn.Module]:
     """A call that makes ``model`` anew from the config that it carries, as transformers and diffusers do."""
     kind, config = type(model), getattr(model, "config", None)
     if isinstance(config, Mapping) and hasattr(kind, "from_config"):
-        return lambda: kind.from_config(dict(config))
+        return lambda: kind.from_config(copy.deepcopy(dict(config)))
     if config is None or isinstance(config, Mapping):
         raise TypeError(f"{kind.__name__} does not say how it is made")
     return lambda: kind(copy.deepcopy(config))
@@ -416,8 +478,12 @@ def _from_config(slots: list[Slot], config: Any) -> _Values:
     kinds = layer_types(config)
 
     @cache
+    def read(kind: str | None) -> RopeArguments:
+        return read_rope_config(config, layer_type=kind, max_position=None)
+
+    @cache
     def spec(kind: str | None) -> RopeSpec:
-        numbers = read_rope_config(config, layer_type=kind, max_position=None)
+        numbers = read(kind)
         return normalize_rope(
             numbers.head_size, numbers.rotary_dim, numbers.max_position, numbers.base, numbers.rope_scaling
         )
@@ -445,6 +511,9 @@ def _from_config(slots: list[Slot], config: Any) -> _Values:
         if name == "embed_positions":  # GPT-J's table has the sines first
             table = table.roll(half, dims=1)
         part = table if JOINED.search(name) else table[:, half:] if SIN.search(name) else table[:, :half]
-        part = torch.cat((part, part), dim=1) if present.shape[-1] == 2 * part.shape[1] else part
+        if present.shape[-1] == 2 * part.shape[1]:
+            if not read(kind).is_neox_style:
+                continue  # its code may repeat each element or the whole
+            part = torch.cat((part, part), dim=1)
         values[name] = (part.reshape(present.shape) if part.numel() == present.numel() else part,)
     return values

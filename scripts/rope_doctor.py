@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import warnings
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from common.rope_doctor import Report, check_model, repair_model
@@ -29,7 +30,11 @@ def load(folder: Path, trust_remote_code: bool):
     if index.exists():
         from diffusers import DiffusionPipeline
 
-        pipeline = DiffusionPipeline.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        parts = json.loads(index.read_text(encoding="utf-8"))
+        absent = {name: None for name, part in parts.items() if part == [None, None]}  # else its loader wants them
+        pipeline = DiffusionPipeline.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code, **absent
+        )
         return {name: part for name, part in pipeline.components.items() if hasattr(part, "named_modules")}
     if not config.exists():
         raise CannotLoad(f"{folder} holds neither config.json nor model_index.json")
@@ -62,18 +67,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    before, repaired, after = {}, {}, {}
     try:
-        models = load(options.path, options.trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - a library's loader may raise anything; it is all one to the caller
+        with redirect_stdout(sys.stderr):  # whatever a library or a model's code prints is no part of the report
+            for name, model in load(options.path, options.trust_remote_code).items():
+                before[name] = check_model(model)
+                if options.repair_check:
+                    repaired[name] = repair_model(model)
+                    after[name] = check_model(model)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything; it is all one to the caller
         message = f"{options.path} could not be checked: {error}"
         print(json.dumps({"verdict": "unchecked", "error": message}) if options.json else message)
         return UNCHECKED
-    before, repaired, after = {}, {}, {}
-    for name, model in models.items():
-        before[name] = check_model(model)
-        if options.repair_check:
-            repaired[name] = repair_model(model)
-            after[name] = check_model(model)
     if options.json:
         parts = {"found": before, "repaired": repaired, "after": after}
         print(json.dumps({k: {n: r.to_dict() for n, r in v.items()} for k, v in parts.items() if v}, indent=2))

@@ -2,13 +2,16 @@
 
 import copy
 import json
+import math
 import pickle
+import random
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.cache_liveness import release_memory
 from common.ci_register import register_cpu_ci
@@ -434,6 +437,107 @@ def test_the_mathematics_of_tables(fault, joined):
     assert set(verdicts(build(TABLE_FAULTS[fault](true_table()))).values()) == {"wrong"}
 
 
+HEALTHY_FREQUENCIES = {
+    "pixels": lambda: torch.linspace(1, 128, 32) * math.pi,
+    "whole turns": lambda: true_frequencies() * 2 * math.pi,
+    "backwards": lambda: -true_frequencies(),
+    "axes in turn": lambda: torch.stack((true_frequencies(), true_frequencies() / 2), 1).flatten(),
+    "slowest first": lambda: true_frequencies().flip(0),
+}
+
+
+@pytest.mark.parametrize("case", HEALTHY_FREQUENCIES)
+def test_the_mathematics_of_unusual_frequencies(case):
+    rotary = ConfigRotary(secret=3)
+    rotary.inv_freq = HEALTHY_FREQUENCIES[case]()
+    assert verdicts(nn.Sequential(rotary)) == {"inv_freq": "unverified"}
+
+
+def grid(lines, columns):
+    row, column = torch.meshgrid(torch.arange(lines).float(), torch.arange(columns).float(), indexing="ij")
+    return torch.cat([p.reshape(-1, 1) * true_frequencies()[::2] for p in (row, column)], dim=1)
+
+
+def angles_of(*positions):
+    return torch.cat(positions).float()[:, None] * true_frequencies()
+
+
+HEALTHY_ANGLES = {
+    **{f"image of {lines} lines of {columns}": (lambda a=lines, b=columns: grid(a, b)) for lines, columns in
+       ((16, 16), (24, 24), (32, 32), (3, 48), (80, 64))},
+    "centred": lambda: angles_of(torch.arange(-32, 32)),
+    "from 1": lambda: angles_of(torch.arange(1, 65)),
+    "falling": lambda: angles_of(torch.arange(64).flip(0)),
+    "negative ones last": lambda: angles_of(torch.arange(64), torch.arange(-64, 0)),
+    "few rows": lambda: angles_of(torch.tensor([0, 1, 4, 9, 16])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", HEALTHY_ANGLES)
+def test_the_mathematics_of_unusual_tables(case, dtype):
+    angles = HEALTHY_ANGLES[case]()
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    nothing = torch.zeros(len(cos), 4, dtype=dtype)
+    for tables in (
+        (cos, sin),
+        (torch.cat((cos, nothing), 1), torch.cat((sin, nothing), 1)),
+        (torch.cat((cos, sin), 1),),
+        (torch.cat((sin, cos), 1),),
+        (torch.cat((cos, cos, sin, sin), 1),),
+        (torch.stack((cos, sin), 2).flatten(1),),
+    ):
+        assert set(verdicts(nn.Sequential(Unknown(3, *tables))).values()) == {"unverified"}
+
+
+def test_the_mathematics_of_short_tables_in_small_dtypes():
+    for dtype in (torch.bfloat16, torch.float16):
+        for rows in (2, 5, 16, 20, 64, 500):
+            angles = torch.arange(rows, dtype=torch.float32)[:, None] * true_frequencies()
+            assert set(
+                verdicts(nn.Sequential(Unknown(3, angles.cos().to(dtype), angles.sin().to(dtype)))).values()
+            ) == {"unverified"}
+
+
+def test_memory_that_is_filled_later():
+    class RotaryEmbedding(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.freqs = nn.Parameter(true_frequencies())
+            self.register_buffer("cached_freqs", torch.zeros(TOP, DIM), persistent=False)
+
+    assert verdicts(nn.Sequential(RotaryEmbedding(DIM))) == {"cached_freqs": "unverified"}
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "cohere"])
+@pytest.mark.parametrize("repeat", [lambda t: t.repeat_interleave(2, dim=1), lambda t: torch.cat((t, t), dim=1)])
+def test_tables_of_a_config_whose_code_may_lay_them_out_in_two_ways(model_type, repeat):
+    model = nn.Module()
+    model.config = {**CONFIG, "model_type": model_type}
+    cos, sin = true_table().chunk(2, dim=1)
+    model.rotary = Unknown(3, repeat(cos), repeat(sin))
+    assert set(verdicts(model).values()) == {"unverified"}
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda f: f, ""),
+        (lambda f: torch.cat((f[:8], f[:8])), ""),  # two axes
+        (lambda f: torch.cat((f[:8], f[:8] * 0)), ""),  # pairs that stand still
+        (lambda f: -f, "negative"),
+        (lambda f: f * 3, "above 1"),
+        (lambda f: f.flip(0), "rise at 1"),
+        (lambda f: torch.cat((f[:8] * 0, f[8:])), "frequency 0 is 0"),
+    ],
+)
+def test_unusual_frequencies_are_remarked_upon(act, said):
+    rotary = ConfigRotary(secret=3)
+    rotary.inv_freq = act(rotary.inv_freq)
+    (finding,) = check_model(nn.Sequential(rotary)).findings
+    assert finding.verdict == "unverified" and said in finding.cause and bool(said) == bool(finding.cause)
+
+
 def test_other_dead_buffers_are_reported():
     model = model_of(RemoteRotary(DIM))
     model.register_buffer("mask", torch.ones(3, device="meta"), persistent=False)
@@ -448,7 +552,246 @@ def test_the_report_reads_well_and_travels():
     text = str(report)
     assert "rotary_emb.inv_freq" in text and "WRONG" in text and "zero-filled" in text and "repair_model" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert json.loads(json.dumps(report.to_dict()))["verdict"] == "wrong"
+    model.rotary_emb.inv_freq.fill_(math.inf)
+    text = json.dumps(check_model(model).to_dict(), allow_nan=False)
+    assert json.loads(text)["verdict"] == "wrong"
+
+
+# --- foreign code, and what surrounds a check ---------------------------------------------------------------------------
+
+
+class Foreign(nn.Module):
+    """Its constructor runs what it is given: nothing at first, and something when it is run again."""
+
+    def __init__(self, dim, act=lambda: None, base=BASE):
+        super().__init__()
+        self.dim, self.act, self.base = dim, act, base
+        self.register_buffer("inv_freq", true_frequencies(), persistent=False)
+        act()
+
+
+def recurse():
+    recurse()
+
+
+def ruin_default_dtype():
+    torch.set_default_dtype(torch.float16)
+    raise ValueError
+
+
+ACTS = [lambda: sys.exit(3), recurse, lambda: torch.rand(3), lambda: random.random(), ruin_default_dtype]
+
+
+@pytest.mark.parametrize("act", ACTS, ids=["exits", "recurses", "torch.rand", "random", "default dtype"])
+def test_foreign_code_disturbs_nothing(act):
+    model = nn.Sequential(Foreign(DIM))
+    model[0].act = act
+    before = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    assert verdicts(model)["inv_freq"] in ("right", "unverified")
+    repair_model(model)
+    after = torch.get_rng_state(), random.getstate(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
+
+
+def test_a_config_that_raises_is_none():
+    class Raises(ConfigRotary):
+        config = property(lambda self: 1 / 0)
+
+    assert verdicts(nn.Sequential(Raises(3))) == {"inv_freq": "unverified"}
+
+
+class Changing(nn.Module):
+    """Changes what it is given, and keeps under an argument's name what became of it."""
+
+    def __init__(self, dim, scaling, base=BASE):
+        super().__init__()
+        scaling["seen"] = scaling.get("seen", 0) + 1
+        self.dim, self.scaling, self.base = dim, scaling, base * 4.0
+        exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+        self.register_buffer("inv_freq", 1.0 / self.base**exponent, persistent=False)
+
+
+def test_an_attribute_that_is_no_longer_the_argument_is_none():
+    model = nn.Sequential(Changing(DIM, {}))
+    right = model[0].inv_freq.clone()
+    assert verdicts(model) == {"inv_freq": "unverified"} and not repair_model(model).findings
+    assert torch.equal(model[0].inv_freq, right) and model[0].scaling == {"seen": 1}
+
+
+class RandomRotary(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.phase = torch.rand(dim)
+        self.register_buffer("inv_freq", true_frequencies(), persistent=False)
+
+
+def test_random_tensors_are_not_held_against_other_random_ones():
+    model = nn.Sequential(RandomRotary(DIM))
+    assert verdicts(model) == {"inv_freq": "right", "phase": "unverified"}
+
+
+class AssigningEngine(EngineRotary):
+    """Its methods leave traces in the module; the second takes something else than a base."""
+
+    def _compute_cos_sin_cache(self):
+        self.count = getattr(self, "count", 0) + 1
+        self.register_buffer("inv_freq", self._compute_inv_freq(1.0), persistent=False)
+        return true_table()
+
+    def _compute_inv_freq(self, scaling_factor):
+        return true_frequencies() / scaling_factor
+
+
+def test_a_method_that_is_run_again_does_not_reach_the_module():
+    rotary = AssigningEngine(DIM, DIM, TOP, BASE, True, torch.float32)
+    before = rotary.count, rotary.inv_freq
+    model = nn.Sequential(rotary)
+    assert verdicts(model) == {"cos_sin_cache": "right", "inv_freq": "unverified"}
+    assert rotary.count == before[0] and rotary.inv_freq is before[1]
+
+
+def test_a_method_that_gives_two_tables_says_nothing():
+    class Two(Unknown):
+        def _compute_cos_sin_cache(self):
+            return true_table(), true_table()
+
+    assert verdicts(nn.Sequential(Two(3, true_table()))) == {"cos_sin_cache": "unverified"}
+
+
+@pytest.mark.parametrize("surroundings", ["meta", "inference", "autocast", "fake", "float16"])
+def test_whatever_surrounds_it(surroundings):
+    model = nn.Sequential(RemoteRotary(DIM))
+    model[0].cos_cached[9, 3] = 0.25
+    around = {
+        "meta": lambda: torch.device("meta"),
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "fake": FakeTensorMode,
+        "float16": lambda: torch.inference_mode(False),
+    }[surroundings]
+    try:
+        torch.set_default_dtype(torch.float16 if surroundings == "float16" else torch.float32)
+        with around():
+            assert verdicts(model) == {"inv_freq": "right", "cos_cached": "wrong", "sin_cached": "right"}
+            assert [f.verdict for f in repair_model(model).findings] == ["right"]
+        assert torch.get_default_dtype() == (torch.float16 if surroundings == "float16" else torch.float32)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(
+        torch.equal(b, getattr(RemoteRotary(DIM), n)) and not b.is_inference() for n, b in model[0].named_buffers()
+    )
+
+
+# --- tensors of all kinds -----------------------------------------------------------------------------------------------
+
+NAMES = ["inv_freq", "cos_cached", "cos_sin_cache", "freqs_cis"]
+ODD = {
+    "empty": lambda: torch.ones(0),
+    "no columns": lambda: torch.ones(8, 0),
+    "no rows": lambda: torch.ones(0, 8),
+    "number": lambda: torch.zeros(()),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "integers": lambda: torch.zeros(4, 4, dtype=torch.int64),
+    "flags": lambda: torch.zeros(4, 4, dtype=torch.bool),
+    "float8": lambda: torch.ones(4, 4).to(torch.float8_e4m3fn),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "subclass": lambda: torch.zeros(4, 4).as_subclass(type("Special", (torch.Tensor,), {})),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_no_array_of_numbers_is_not_judged(name, kind):
+    model = nn.Module()
+    setattr(model, name, ODD[kind]())
+    assert check_model(model).verdict == "unverified" and not repair_model(model).findings
+
+
+class Expanded(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("cos_cached", true_table().cos()[None].expand(3, -1, -1), persistent=False)
+        self.original_inv_freq = true_frequencies()
+        self.register_buffer("inv_freq", self.original_inv_freq, persistent=False)
+
+
+def test_expanded_tensors_and_one_tensor_under_two_names():
+    model = nn.Sequential(Expanded(DIM))
+    right = model[0].cos_cached.clone()
+    model[0].cos_cached.data[0, 9, 3] = 7.0
+    model[0].inv_freq.untyped_storage().resize_(0)
+    assert set(verdicts(model).values()) == {"wrong", "dead"}
+    repair_model(model)
+    assert check_model(model).verdict == "right" and torch.equal(model[0].cos_cached, right)
+    assert model[0].inv_freq is model[0].original_inv_freq
+
+
+class SmallTable(nn.Module):
+    """As engines have it: the table is kept in the model's dtype."""
+
+    def __init__(self, dtype, init_cache=True):
+        super().__init__()
+        self.dtype = dtype
+        self.register_buffer("cos_sin_cache", self._compute_cos_sin_cache().to(dtype), persistent=False)
+
+    def _compute_cos_sin_cache(self):
+        return torch.cat((long_angles().cos(), long_angles().sin()), dim=-1)
+
+
+class SmallTableOnly(SmallTable):
+    """The same, known by its constructor alone."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype)
+
+
+class SmallBeside(nn.Module):
+    """As remote code has it: tables in the default dtype that the loader set, beside its frequencies in float32."""
+
+    def __init__(self, dim, small=torch.float32):
+        super().__init__()
+        self.dim = dim
+        self.register_buffer("inv_freq", true_frequencies(), persistent=False)
+        self.register_buffer("cos_cached", long_angles().cos().to(small), persistent=False)
+
+
+def long_angles(rows=4096):
+    return torch.arange(rows, dtype=torch.float32)[:, None] * true_frequencies()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("build", [SmallTable, SmallTableOnly, lambda dtype: SmallBeside(DIM, dtype)])
+def test_tables_made_in_a_small_dtype(dtype, build):
+    rotary = build(dtype)
+    name = "cos_cached" if "cos_cached" in rotary._buffers else "cos_sin_cache"
+    model, table, right = nn.Sequential(rotary), rotary._buffers[name], rotary._buffers[name].clone()
+    assert verdicts(model)[name] == "right"
+    for damage in (
+        lambda: table[100:].copy_(right[100:].roll(1, 0)),
+        lambda: table[2000, 1].mul_(-1),
+        lambda: table[3000].zero_(),
+    ):
+        damage()
+        assert verdicts(model)[name] in ("wrong", "unverified")
+        table.copy_(right)
+    if name == "cos_cached":
+        model.to(dtype)  # now all was cast
+        assert verdicts(model)["inv_freq"] == "degraded"
+
+
+def test_one_element_far_out_is_found():
+    model = nn.Module()
+    model.config = {**CONFIG, "max_position_embeddings": 131072}
+    model.rotary_emb = LongTable(true_frequencies(), 131072)
+    for row in (10, 10000, 131071):
+        for column in (0, 8):
+            kept = model.rotary_emb.cos_cached[row, column].clone()
+            model.rotary_emb.cos_cached[row, column] += 1e-3
+            assert verdicts(model) == {"cos_cached": "wrong", "sin_cached": "right", "inv_freq": "right"}
+            model.rotary_emb.cos_cached[row, column] = kept
 
 
 # --- guarded caches -----------------------------------------------------------------------------------------------------
@@ -541,6 +884,15 @@ def test_every_way_of_putting_in_is_marked():
     with pytest.raises(KeyError):
         cache.pop("a")
     assert cache.popitem() == ("c", fresh) and not cache
+
+
+def test_a_dead_entry_is_not_put_back():
+    engine = Engine()
+    undo = guard_cache(engine, "_ROPE_DICT")
+    engine.get_rope("dead"), engine.get_rope("alive")
+    engine._ROPE_DICT["dead"].cos_sin_cache.zero_()
+    undo()
+    assert list(engine._ROPE_DICT) == ["alive"]
 
 
 def test_guarding_what_is_no_mapping_is_an_error():

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import json
 import logging
 import re
 import sys
@@ -163,6 +164,83 @@ def test_healthy_then_damaged_then_repaired(kind):
                 repair_model(model)
                 assert torch.equal(slot.get(), right) and slot.get().dtype == right.dtype, damage
                 FIGURES["repaired"] += 1
+
+
+# --- the command --------------------------------------------------------------------------------------------------------
+
+spec = importlib.util.spec_from_file_location("command", Path(__file__).parents[3] / "scripts" / "rope_doctor.py")
+command = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(command)
+
+
+def saved(kind, folder):
+    """A folder of a small Wan model, or of a pipeline that has nothing else; the name of the model in the report."""
+    model = swap.wan()[0]
+    if kind == "model":
+        model.save_pretrained(folder)
+        return "WanTransformer3DModel"
+    others = dict.fromkeys(("tokenizer", "text_encoder", "vae"))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler()
+    diffusers.WanPipeline(**others, scheduler=scheduler, transformer=model).save_pretrained(folder)
+    return "transformer"
+
+
+def leaves_garbage(monkeypatch):
+    """The loader leaves memory that nobody wrote, as transformers' does with custom models; and its code prints."""
+    load = diffusers.WanTransformer3DModel.from_pretrained.__func__
+
+    def from_pretrained(kind, *arguments, **keywords):
+        print("loading")
+        model = load(kind, *arguments, **keywords)
+        model.rope.freqs_cos.data.fill_(3e-39)
+        return model
+
+    monkeypatch.setattr(diffusers.WanTransformer3DModel, "from_pretrained", classmethod(from_pretrained))
+
+
+@pytest.mark.parametrize("kind", ["model", "pipeline"])
+def test_the_command_on_a_folder(kind, tmp_path, capsys, monkeypatch):
+    name = saved(kind, tmp_path)
+    assert command.main([str(tmp_path)]) == 0
+    assert f"{name}\n" in capsys.readouterr().out
+    leaves_garbage(monkeypatch)
+    assert command.main([str(tmp_path)]) == 1
+    assert "rope.freqs_cos" in capsys.readouterr().out
+    assert command.main([str(tmp_path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert {f["buffer"]: f["verdict"] for f in found[name]["findings"]} == {"freqs_cos": "wrong", "freqs_sin": "right"}
+    assert command.main([str(tmp_path), "--repair-check", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [f["buffer"] for f in report["repaired"][name]["findings"]] == ["freqs_cos"]
+    assert report["after"][name]["verdict"] == "right"
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+UNREADABLE = {
+    "weights cut short": lambda folder: cut(next(folder.rglob("*.safetensors"))),
+    "config cut short": lambda folder: cut(next(folder.rglob("config.json"))),
+    "no weights": lambda folder: next(folder.rglob("*.safetensors")).unlink(),
+    "config of no dict": lambda folder: next(folder.rglob("config.json")).write_text("3"),
+    "unknown class": lambda folder: next(folder.rglob("config.json")).write_text('{"_class_name": "Nothing"}'),
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+@pytest.mark.parametrize("kind", ["model", "pipeline"])
+def test_the_command_on_a_folder_that_cannot_be_read(kind, damage, tmp_path, capsys):
+    saved(kind, tmp_path)
+    UNREADABLE[damage](tmp_path)
+    status = command.main([str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["verdict"] == "unchecked" and status == 2
+
+
+def test_the_command_when_a_check_fails(tmp_path, capsys, monkeypatch):
+    saved("model", tmp_path)
+    monkeypatch.setattr(command, "check_model", lambda model: sys.exit(1))
+    assert command.main([str(tmp_path)]) == 2
 
 
 SLOWEST = []
