@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from common import rope_kernel
 from common.rope_frequencies import RopeSpec, normalize_rope
 from common.rope_kernel import live_rotate
 from common.rope_table import RopeTable
@@ -88,6 +90,10 @@ class RotaryEmbedding(RopeTable):
             raise NotImplementedError("fused_set_kv_buffer_arg is not supported: write the KV buffer after rotating")
         if offsets is not None:
             positions = positions + offsets
+        if rope_kernel._short_way is not None and not is_compiling():
+            done = rope_kernel._short_way(self, positions, query, key, inplace)
+            if done is not None:
+                return done
         if positions.dim() == 1 and query.dim() == 2 and (key is None or key.dim() == 2):  # to the kernel as they are
             return live_rotate(self, positions, query, key, inplace=inplace, head_size=self.head_size)
         # positions of several axes have one more dimension in front
