@@ -48,7 +48,7 @@ enum { INTEGER = 0, UNSIGNED = 1, FLOAT = 2, BFLOAT = 4 };
     X(tensor_type) X(parameter_type) X(empty_like) X(memory_format) X(grad_enabled) X(dispatch_modes) X(tracing) \
         X(functorch_level) X(forward_ad) X(increment_version) X(num_threads)
 #define NAMES(X)                                                                                                 \
-    X(__dict__) X(_buffers) X(_sole) X(_checks) X(_pair_axis) X(is_neox_style) X(head_size) X(cos_sin_cache)     \
+    X(_buffers) X(_sole) X(_checks) X(_pair_axis) X(is_neox_style) X(head_size) X(cos_sin_cache)     \
         X(_live_stamp) X(_version) X(untyped_storage) X(nbytes) X(data) X(requires_grad) X(_current_level)
 #define DECLARE_OBJECT(NAME) static PyObject *NAME;
 #define DECLARE_NAME(NAME) static PyObject *name_##NAME;
@@ -137,10 +137,7 @@ static int nothing_watches(void) {
     PyObject *level = PyObject_CallNoArgs(functorch_level);
     Py_XDECREF(level);
     if (level != Py_None) return 0;
-    level = PyObject_GetAttr(forward_ad, name__current_level);
-    int64_t forward_level = integer(level);
-    Py_XDECREF(level);
-    return forward_level < 0;
+    return integer(PyDict_GetItemWithError(forward_ad, name__current_level)) < 0;
 }
 
 /* Whether `buffer` is what the module remembers as right, unchanged: (name, stamp, version, address, size). */
@@ -231,118 +228,149 @@ static int same_shape(const tensor *x, const tensor *y) {
     return !memcmp(x->shape, y->shape, (size_t)x->dims * sizeof *x->shape);
 }
 
+/* ---- One call. ---- */
+
+typedef struct {
+    PyObject *module, *positions, *query, *key; /* borrowed; key may be None */
+    int has_key, inplace, is_short;
+    PyObject *state, *pair_axis, *checks, *table, *q_out, *k_out; /* owned */
+    tensor q, k;
+    heads_of q_heads, k_heads;
+    rope_call call;
+} rotation;
+
+static PyObject *of_module(rotation *todo, PyObject *name) { return PyDict_GetItemWithError(todo->state, name); }
+
+/* Query, key, positions and what the module says of them; whether they fit together. */
+static int read_arguments(rotation *todo) {
+    rope_call *call = &todo->call;
+    tensor *q = &todo->q, *k = &todo->k, positions;
+    heads_of *q_heads = &todo->q_heads, *k_heads = &todo->k_heads;
+    PyObject *neox = of_module(todo, name_is_neox_style);
+    const int64_t size = integer(of_module(todo, name_head_size));
+    Py_XINCREF(todo->pair_axis = of_module(todo, name__pair_axis));
+    if (size < 1 || (neox != Py_True && neox != Py_False) || !todo->pair_axis) return 0;
+    if (!read_tensor(todo->query, q) || (todo->has_key && !read_tensor(todo->key, k)) ||
+        !read_tensor(todo->positions, &positions))
+        return 0;
+    if (is_of(q, FLOAT, 32)) call->dtype = FLOAT32;
+    else if (is_of(q, BFLOAT, 16)) call->dtype = BFLOAT16;
+    else if (is_of(q, FLOAT, 16)) call->dtype = FLOAT16;
+    else return 0;
+    call->interleaved = neox == Py_False, call->head_dim = size;
+
+    const int axes = positions.dims > 1 && todo->pair_axis != Py_None;
+    int64_t tokens = 1, bytes = bytes_of(q);
+    for (int i = axes; i < positions.dims; i++) tokens *= positions.shape[i];
+    if (!read_heads(q, tokens, size, q_heads)) return 0;
+    call->batch = q_heads->batch, call->seq = q_heads->seq, call->q_heads = q_heads->heads, call->q = q->data;
+    memcpy(call->q_stride, q_heads->stride, sizeof call->q_stride);
+    if (todo->has_key) {
+        if (!read_heads(k, tokens, size, k_heads) || k->kind != q->kind || k->bits != q->bits ||
+            k_heads->batch != q_heads->batch || k_heads->seq != q_heads->seq || k_heads->by_batch != q_heads->by_batch)
+            return 0;
+        call->k_heads = k_heads->heads, call->k = k->data;
+        memcpy(call->k_stride, k_heads->stride, sizeof call->k_stride);
+        bytes += bytes_of(k);
+    }
+    if (!read_positions(&positions, axes, q_heads->by_batch, call)) return 0;
+    call->axes = 1;
+    if (axes) {
+        tensor pair_axis;
+        if (!is_plain(todo->pair_axis) || !read_tensor(todo->pair_axis, &pair_axis) || !is_of(&pair_axis, UNSIGNED, 8) ||
+            pair_axis.dims != 1 || !is_contiguous(&pair_axis) || positions.shape[0] > MAX_AXES)
+            return 0;
+        call->axes = (int32_t)positions.shape[0], call->pair_axis = pair_axis.data;
+        call->rotary_dim = 2 * pair_axis.shape[0]; /* the table's width must be the same */
+    }
+    todo->is_short = bytes < SHORT;
+    return 1;
+}
+
 /* Where query or key goes: to itself, or into a new tensor like it. */
-static int read_output(PyObject *object, const tensor *x, const heads_of *heads, int64_t size, int inplace, void **out,
-                       int64_t *out_stride) {
-    tensor made;
-    if (inplace) {
+static int place(PyObject *object, const tensor *x, const heads_of *heads, const rotation *todo, PyObject **made, void **out,
+                 int64_t *out_stride) {
+    const int64_t size = todo->call.head_dim;
+    tensor fresh;
+    if (todo->inplace) {
         *out = x->data;
         memcpy(out_stride, heads->stride, sizeof heads->stride);
         return is_writable(heads, size);
     }
-    if (!is_plain(object) || !read_tensor(object, &made) || !same_shape(x, &made) || !is_contiguous(&made)) return 0;
-    *out = made.data;
+    *made = new_like(object, x);
+    if (!*made || !is_plain(*made) || !read_tensor(*made, &fresh) || !same_shape(x, &fresh) || !is_contiguous(&fresh)) return 0;
+    *out = fresh.data;
     out_stride[0] = heads->seq * heads->heads * size, out_stride[1] = heads->heads * size, out_stride[2] = size;
     return 1;
 }
 
-typedef struct {
-    PyObject *positions, *query, *key, *table, *checks, *pair_axis; /* key and pair_axis may be None */
-    PyObject *q_out, *k_out;
-    int64_t head_size;
-    int inplace;
-} arguments;
+/* Where both go. */
+static int place_both(rotation *todo) {
+    rope_call *call = &todo->call;
+    if (todo->inplace && todo->has_key && todo->q.data == todo->k.data) return 0;
+    return place(todo->query, &todo->q, &todo->q_heads, todo, &todo->q_out, &call->q_out, call->q_out_stride) &&
+           (!todo->has_key ||
+            place(todo->key, &todo->k, &todo->k_heads, todo, &todo->k_out, &call->k_out, call->k_out_stride));
+}
 
-/* Whether the arguments fit together, and the call that they make. Runs no Python: what is read stays as it is. */
-static int read_call(const arguments *given, rope_call *call) {
-    tensor query, key, positions, table, checks, pair_axis;
-    heads_of q = {0}, k = {0};
-    const int64_t size = given->head_size;
-    const int has_key = given->key != Py_None;
-    if (!read_tensor(given->query, &query) || (has_key && !read_tensor(given->key, &key)) ||
-        !read_tensor(given->positions, &positions) || !read_tensor(given->table, &table) ||
-        !read_tensor(given->checks, &checks))
-        return 0;
-    if (is_of(&query, FLOAT, 32)) call->dtype = FLOAT32;
-    else if (is_of(&query, BFLOAT, 16)) call->dtype = BFLOAT16;
-    else if (is_of(&query, FLOAT, 16)) call->dtype = FLOAT16;
-    else return 0;
-
+/* The module's table and checksums, right now; nothing else runs between this and a short rotation. */
+static int read_table(rotation *todo) {
+    rope_call *call = &todo->call;
+    tensor table, checks;
+    PyObject *known = of_module(todo, name__checks);
+    todo->checks = known && PyDict_Check(known) ? PyDict_GetItemWithError(known, name_cos_sin_cache) : NULL;
+    Py_XINCREF(todo->checks);
+    if (!todo->checks || !is_plain(todo->checks) || !(todo->table = live_table(todo->state, &table))) return 0;
+    if (!todo->is_short) { /* another tensor of the same memory, which nobody takes away from it while rows are read */
+        PyObject *other = PyObject_GetAttr(todo->table, name_data);
+        const void *before = table.data;
+        Py_DECREF(todo->table);
+        todo->table = other;
+        if (!other || !is_plain(other) || !read_tensor(other, &table) || table.data != before) return 0;
+    }
     if (table.dims != 2 || !is_of(&table, FLOAT, 32) || !is_contiguous(&table) || table.shape[1] % 2 ||
-        table.shape[1] < 2 || table.shape[1] > size)
+        table.shape[1] < 2 || table.shape[1] > call->head_dim)
         return 0;
-    call->rows = table.shape[0], call->rotary_dim = table.shape[1], call->head_dim = size;
+    if (call->pair_axis && call->rotary_dim != table.shape[1]) return 0;
+    call->rows = table.shape[0], call->rotary_dim = table.shape[1];
     call->cos = table.data, call->sin = call->cos + call->rotary_dim / 2;
     call->cos_stride = call->sin_stride = call->rotary_dim;
-    if (checks.dims != 1 || !is_of(&checks, INTEGER, 32) || checks.shape[0] != call->rows || !is_contiguous(&checks))
+    if (!read_tensor(todo->checks, &checks) || checks.dims != 1 || !is_of(&checks, INTEGER, 32) ||
+        checks.shape[0] != call->rows || !is_contiguous(&checks))
         return 0;
     call->row_checks = checks.data;
-
-    const int axes = positions.dims > 1 && given->pair_axis != Py_None;
-    int64_t tokens = 1;
-    for (int i = axes; i < positions.dims; i++) tokens *= positions.shape[i];
-    if (!read_heads(&query, tokens, size, &q)) return 0;
-    call->batch = q.batch, call->seq = q.seq, call->q_heads = q.heads, call->q = query.data;
-    memcpy(call->q_stride, q.stride, sizeof q.stride);
-    if (has_key) {
-        if (!read_heads(&key, tokens, size, &k) || key.kind != query.kind || key.bits != query.bits || k.batch != q.batch ||
-            k.seq != q.seq || k.by_batch != q.by_batch)
-            return 0;
-        if (given->inplace && key.data == query.data) return 0;
-        call->k_heads = k.heads, call->k = key.data;
-        memcpy(call->k_stride, k.stride, sizeof k.stride);
-        if (!read_output(given->k_out, &key, &k, size, given->inplace, &call->k_out, call->k_out_stride)) return 0;
-    }
-    if (!read_output(given->q_out, &query, &q, size, given->inplace, &call->q_out, call->q_out_stride)) return 0;
-    if (!read_positions(&positions, axes, q.by_batch, call)) return 0;
-    call->axes = 1;
-    if (axes) {
-        if (!read_tensor(given->pair_axis, &pair_axis) || pair_axis.dims != 1 || !is_of(&pair_axis, UNSIGNED, 8) ||
-            pair_axis.shape[0] != call->rotary_dim / 2 || !is_contiguous(&pair_axis) || positions.shape[0] > MAX_AXES)
-            return 0;
-        call->axes = (int32_t)positions.shape[0], call->pair_axis = pair_axis.data;
-    }
     return 1;
 }
 
-/* What `given` still lacks, taken from the module's __dict__ and made; 0 where something is not as it should be. Whatever
- * runs Python comes before read_call. `owned` has what must be let go of. */
-static int complete(PyObject *state, arguments *given, PyObject **owned, rope_call *call, int *is_short) {
-    tensor query, key, table;
-    const int has_key = given->key != Py_None;
-    PyObject *known = PyDict_GetItemWithError(state, name__checks);
-    PyObject *neox = PyDict_GetItemWithError(state, name_is_neox_style);
-    given->head_size = integer(PyDict_GetItemWithError(state, name_head_size));
-    if (!known || !PyDict_Check(known) || (neox != Py_True && neox != Py_False) || given->head_size < 1) return 0;
-    call->interleaved = neox == Py_False;
-    given->pair_axis = PyDict_GetItemWithError(state, name__pair_axis);
-    given->checks = PyDict_GetItemWithError(known, name_cos_sin_cache);
-    if (!given->pair_axis || !given->checks || !is_plain(given->checks)) return 0;
-    Py_INCREF(owned[0] = given->pair_axis);
-    Py_INCREF(owned[1] = given->checks);
+static int rotate(rotation *todo) {
+    int status;
+    if (todo->is_short) return rope_rotate(&todo->call) == OK;
+    Py_BEGIN_ALLOW_THREADS
+    status = rope_rotate(&todo->call);
+    Py_END_ALLOW_THREADS
+    return status == OK;
+}
 
-    if (!read_tensor(given->query, &query) || (has_key && !read_tensor(given->key, &key))) return 0;
-    *is_short = bytes_of(&query) + (has_key ? bytes_of(&key) : 0) < SHORT;
-    call->threads = 1;
-    if (!*is_short) {
-        PyObject *threads = PyObject_CallNoArgs(num_threads);
-        call->threads = (int32_t)integer(threads);
-        call->parallel = pool;
-        Py_XDECREF(threads);
-    }
-    given->table = owned[2] = live_table(state, &table);
-    if (!given->table) return 0;
-    if (!*is_short) { /* another tensor of the same memory, which nobody takes away from it while rows are read */
-        PyObject *other = PyObject_GetAttr(given->table, name_data);
-        Py_DECREF(given->table);
-        given->table = owned[2] = other;
-        if (!other || !is_plain(other)) return 0;
-    }
-    if (given->inplace) return 1;
-    given->q_out = owned[3] = new_like(given->query, &query);
-    if (!given->q_out) return 0;
-    given->k_out = owned[4] = has_key ? new_like(given->key, &key) : Py_NewRef(Py_None);
-    return given->k_out != NULL;
+static int choose_threads(rotation *todo) {
+    todo->call.threads = 1;
+    if (todo->is_short) return 1;
+    PyObject *threads = PyObject_CallNoArgs(num_threads);
+    todo->call.threads = (int32_t)integer(threads);
+    todo->call.parallel = pool;
+    Py_XDECREF(threads);
+    return todo->call.threads > 0;
+}
+
+/* The result; in place autograd, which may have saved the tensors, is told. */
+static PyObject *result_of(const rotation *todo) {
+    if (!todo->inplace) return PyTuple_Pack(2, todo->q_out, todo->has_key ? todo->k_out : Py_None);
+    PyObject *result = PyTuple_Pack(2, todo->query, todo->key), *told = NULL;
+    PyObject *written = todo->has_key ? Py_XNewRef(result) : PyTuple_Pack(1, todo->query);
+    if (written) told = PyObject_CallOneArg(increment_version, written);
+    Py_XDECREF(written);
+    if (!told) Py_CLEAR(result);
+    Py_XDECREF(told);
+    return result;
 }
 
 PyDoc_STRVAR(rotate_live_doc,
@@ -352,42 +380,28 @@ PyDoc_STRVAR(rotate_live_doc,
 static PyObject *rotate_live(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (!exchange || count != 5) return PyErr_SetString(PyExc_TypeError, "expected 5 arguments, after connect()"), NULL;
-    arguments given = {.positions = args[1], .query = args[2], .key = args[3], .inplace = args[4] == Py_True};
-    const int has_key = given.key != Py_None;
-    if (!is_plain(given.query) || !is_plain(given.positions) || (has_key && !is_plain(given.key))) Py_RETURN_NONE;
-    PyObject *state = NULL, *owned[5] = {NULL}, *result = NULL;
-    rope_call call = {.threads = 1};
-    int is_short, done = 0;
-    if (!needs_gradient(given.query, given.key) && nothing_watches() &&
-        (state = PyObject_GetAttr(args[0], name___dict__)) && PyDict_Check(state) &&
-        complete(state, &given, owned, &call, &is_short) && read_call(&given, &call)) {
-        if (is_short) {
-            done = rope_rotate(&call) == OK;
-        } else {
-            Py_BEGIN_ALLOW_THREADS
-            done = rope_rotate(&call) == OK;
-            Py_END_ALLOW_THREADS
-        }
-    }
-    PyErr_Clear();
-    if (done && given.inplace) { /* tell autograd, which may have saved them */
-        PyObject *written = has_key ? PyTuple_Pack(2, given.query, given.key) : PyTuple_Pack(1, given.query);
-        PyObject *told = written ? PyObject_CallOneArg(increment_version, written) : NULL;
-        Py_XDECREF(written);
-        if (told) result = PyTuple_Pack(2, given.query, given.key);
-        Py_XDECREF(told);
-    } else if (done) {
-        result = PyTuple_Pack(2, given.q_out, given.k_out);
-    }
-    for (int i = 0; i < 5; i++) Py_XDECREF(owned[i]);
-    Py_XDECREF(state);
+    rotation todo = {.module = args[0], .positions = args[1], .query = args[2], .key = args[3], .inplace = args[4] == Py_True};
+    todo.has_key = todo.key != Py_None;
+    if (!is_plain(todo.query) || !is_plain(todo.positions) || (todo.has_key && !is_plain(todo.key))) Py_RETURN_NONE;
+    PyObject *result = NULL;
+    int done = !needs_gradient(todo.query, todo.key) && nothing_watches() &&
+               (todo.state = PyObject_GenericGetDict(todo.module, NULL)) &&
+               read_arguments(&todo) && choose_threads(&todo) && place_both(&todo) && read_table(&todo) && rotate(&todo);
+    if (done) result = result_of(&todo);
+    else PyErr_Clear();
+    Py_XDECREF(todo.state);
+    Py_XDECREF(todo.pair_axis);
+    Py_XDECREF(todo.checks);
+    Py_XDECREF(todo.table);
+    Py_XDECREF(todo.q_out);
+    Py_XDECREF(todo.k_out);
     return done ? result : Py_NewRef(Py_None);
 }
 
 /* ---- The module. ---- */
 
 PyDoc_STRVAR(connect_doc,
-             "connect(capsule, pool, *objects)\n--\n\n"
+             "connect(capsule, *objects)\n--\n\n"
              "Take torch's table of functions and what else the calls need; whether the table is of DLPack 1 and complete.");
 
 static PyObject *connect(PyObject *self, PyObject *args) {
@@ -397,27 +411,36 @@ static PyObject *connect(PyObject *self, PyObject *args) {
         HANDED(SLOT)
     };
     enum { SLOTS = sizeof slots / sizeof *slots };
-    if (PyTuple_GET_SIZE(args) != 2 + SLOTS) return PyErr_SetString(PyExc_TypeError, "wrong number of objects"), NULL;
+    if (PyTuple_GET_SIZE(args) != 1 + SLOTS) return PyErr_SetString(PyExc_TypeError, "wrong number of objects"), NULL;
     const exchange_api *api = PyCapsule_GetPointer(PyTuple_GET_ITEM(args, 0), "dlpack_exchange_api");
-    void *threads = api ? PyLong_AsVoidPtr(PyTuple_GET_ITEM(args, 1)) : NULL;
-    if (PyErr_Occurred()) return NULL;
+    if (!api) return NULL;
     while (api && api->major > 1) api = api->older;
     if (!api || api->major != 1 || !api->read) Py_RETURN_FALSE;
     for (int i = 0; i < SLOTS; i++) {
         Py_XDECREF(*slots[i]);
-        *slots[i] = Py_NewRef(PyTuple_GET_ITEM(args, 2 + i));
+        *slots[i] = Py_NewRef(PyTuple_GET_ITEM(args, 1 + i));
     }
     Py_XDECREF(only_contiguous);
     only_contiguous = Py_BuildValue("{sO}", "memory_format", memory_format);
     if (!only_contiguous) return NULL;
-    memcpy(&pool, &threads, sizeof pool);
     exchange = api;
     Py_RETURN_TRUE;
+}
+
+PyDoc_STRVAR(set_pool_doc, "set_pool(address)\n--\n\nThe address of GOMP_parallel, or 0.");
+
+static PyObject *set_pool(PyObject *self, PyObject *address) {
+    void *threads = PyLong_AsVoidPtr(address);
+    (void)self;
+    if (PyErr_Occurred()) return NULL;
+    memcpy(&pool, &threads, sizeof pool);
+    Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
     {"rotate_live", (PyCFunction)(void (*)(void))rotate_live, METH_FASTCALL, rotate_live_doc},
     {"connect", connect, METH_VARARGS, connect_doc},
+    {"set_pool", set_pool, METH_O, set_pool_doc},
     {NULL, NULL, 0, NULL},
 };
 

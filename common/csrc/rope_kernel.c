@@ -958,11 +958,13 @@ static void *thread_main(void *data) {
 static void share(job *todo, int threads, int64_t bytes, rope_parallel_fn parallel) {
     if (!parallel) threads = (int)smaller(threads, smaller(bytes >> 21, MOST_THREADS));
     int64_t pieces = threads < 2 || bytes < 1 << 18 ? 1 : smaller(8 * (int64_t)threads, bytes >> 15);
+    if (pieces == 1) {
+        todo->piece(todo, 0, todo->total);
+        return;
+    }
     todo->next = 0;
     todo->step = (todo->total + pieces - 1) / pieces;
-    if (pieces == 1) {
-        work(todo);
-    } else if (parallel) {
+    if (parallel) {
         parallel(work, todo, (unsigned)threads, 0);
     } else {
 #if defined(__GNUC__)
