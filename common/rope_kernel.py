@@ -17,7 +17,9 @@ import threading
 import weakref
 from collections.abc import Callable
 from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -100,8 +102,35 @@ def _torch_pool() -> int:
     return 0
 
 
+_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
+_functorch_level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None)
+_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+
+
+def _load_calls(library: ctypes.CDLL | None) -> ModuleType | None:
+    """The library as the Python module of csrc/rope_call.c, where that was built and torch has the C table it needs."""
+    table = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    if table is None or not hasattr(library, "PyInit__rope_kernel"):
+        return None
+    spec = spec_from_file_location("common._rope_kernel", library._name)
+    calls = module_from_spec(spec)
+    spec.loader.exec_module(calls)
+    found = calls.connect(
+        table, Tensor, nn.Parameter, torch.empty_like, torch.contiguous_format, torch.is_grad_enabled, _dispatch_modes,
+        _tracing, _functorch_level, vars(forward_ad), torch._C._increment_version, torch.get_num_threads,
+    )  # fmt: skip
+    return calls if found else None
+
+
 _library = _load()
 _pool = _torch_pool() if _library is not None else 0
+_calls = _load_calls(_library)
+# (module, positions, query, key, inplace) -> the rotated query and key of a RopeTable's forward; or None, with nothing
+# written, where the call is not a plain one of right arguments and a right table: then `live_rotate` sees to it
+short_way: Callable | None = None
+if _calls is not None:
+    _calls.set_pool(_pool)
+    short_way = _calls.rotate_live
 _forked = False
 
 
@@ -109,6 +138,8 @@ def _after_fork() -> None:
     """The pool's threads stayed in the parent, and waiting for them would never end."""
     global _pool, _forked, _registering
     _pool, _forked = 0, True
+    if _calls is not None:
+        _calls.set_pool(0)
     _registering = threading.Lock()
 
 
@@ -563,9 +594,6 @@ def _rows(query, positions, table, sin, pair_axis, row_checks, scale):
 # --- when the kernel may be called straight away ---------------------------------------------------------------------
 
 _TENSORS = (Tensor, nn.Parameter)
-_dispatch_modes = getattr(torch._C, "_len_torch_dispatch_stack", lambda: 0)
-_functorch_level = getattr(getattr(torch._C, "_functorch", None), "maybe_current_level", lambda: None)
-_tracing = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
 _exporting = getattr(torch.compiler, "is_exporting", lambda: False)
 
 

@@ -43,6 +43,7 @@ def kernel(request, monkeypatch):
 
     if request.param == "torch":
         monkeypatch.setattr(rope_kernel, "_library", None)
+        monkeypatch.setattr(rope_kernel, "short_way", None)
     elif rope_kernel._library is None:
         pytest.skip("the C kernel was not built here")
     return request.param

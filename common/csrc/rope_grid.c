@@ -1,9 +1,10 @@
 /* Filling tables: each row of a table is put together from rows of small per-axis tables, in one pass over the result.
  * Plain C with a plain C interface (rope_grid.py loads it through ctypes), built into the same library as
  * rope_kernel.c. */
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "rope_kernel.h"
 
 #if defined(__GNUC__)
 #define EXPORT __attribute__((visibility("default")))
@@ -17,10 +18,7 @@
 static int64_t FETCH_ADD(int64_t *p, int64_t n) { int64_t old = *p; *p += n; return old; }
 #endif
 
-typedef void (*rope_parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-
-enum { MAX_AXES = 8, MAX_PARTS = 16, MAX_TABLES = 4 };
-enum { OK = 0, BAD_ARGUMENT = 3 };
+enum { MAX_PARTS = 16, MAX_TABLES = 4 };
 
 typedef struct {
     int64_t tokens;            /* rows of each table */

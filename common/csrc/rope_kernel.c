@@ -1,8 +1,9 @@
 /* The CPU rotation: q and k of one call, checked before anything is written, rotated once, rounded once.
  * Plain C with a plain C interface (rope_kernel.py loads it through ctypes); needs libc and threads only. */
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "rope_kernel.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -32,39 +33,6 @@ static int64_t FETCH_ADD(int64_t *p, int64_t n) {
 #define PREFETCH(p) ((void)(p))
 #endif
 
-/* GOMP_parallel's signature, so that torch's own pool can be handed in. */
-typedef void (*rope_parallel_fn)(void (*body)(void *), void *data, unsigned threads, unsigned flags);
-
-typedef struct {
-    int64_t batch, seq;           /* tokens = batch * seq */
-    int64_t rotary_dim, head_dim; /* R even, R <= D */
-    int64_t q_heads, k_heads;
-    const void *q;
-    void *q_out;                          /* == q with equal strides: in place */
-    int64_t q_stride[3], q_out_stride[3]; /* batch, seq, head, in elements; the last dimension is contiguous */
-    const void *k;
-    void *k_out;
-    int64_t k_stride[3], k_out_stride[3];
-    int32_t dtype;       /* 0 float32, 1 bfloat16, 2 float16 */
-    int32_t interleaved; /* 0 neox halves (i, i + R/2), 1 gptj pairs (2i, 2i + 1) */
-    int32_t inverse;
-    int32_t position_bits; /* 0: token s takes row s; 32, 64 */
-    const void *positions;
-    int64_t position_stride[3]; /* axis, batch, seq, in elements */
-    const uint8_t *pair_axis;   /* NULL: one axis; else [R/2], the axis whose row pair i takes */
-    int32_t axes;
-    int32_t threads; /* upper bound */
-    const float *cos, *sin;
-    int64_t cos_stride, sin_stride, rows;
-    const int32_t *row_checks;       /* [rows] or NULL */
-    double scale;                    /* > 0 and no row_checks: each used pair must satisfy c^2 + s^2 = scale^2 */
-    rope_parallel_fn parallel;       /* NULL: short-lived threads, for big jobs only */
-    int64_t bad_position, bad_token; /* out */
-} rope_call;
-
-enum { OK = 0, BAD_POSITION = 1, BAD_ROW = 2, BAD_ARGUMENT = 3 };
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-enum { MAX_AXES = 8 };
 enum { MOST_THREADS = 64 }; /* of our own */
 enum { CHUNK = 128 };       /* pairs of a row rotated in one round; wider rows take several */
 enum { AT_HAND = 8192 };    /* floats of rows held at hand (in the first-level cache) while their tokens are rotated */
@@ -183,10 +151,12 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
 
 /* Both styles of one dtype, from an instruction set's get, put and rotate for `WIDTH` pairs; the last pairs of a row
  * by `REST`, which is either the same with a mask or the generic run. */
-#define VECTOR_RUNS(ISA, DTYPE, TYPE, WIDTH, REST)       \
-    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1) \
-    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, pairs, 2)
-#define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD)                                                     \
+#define VECTOR_RUNS(ISA, DTYPE, TYPE, WIDTH, REST, NAME)       \
+    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, halves, 1, NAME) \
+    VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, pairs, 2, NAME)
+#define WHOLE_RUN(ISA, DTYPE, STYLE) ISA##_##DTYPE##_##STYLE
+#define REST_OF_RUN(ISA, DTYPE, STYLE) ISA##_##DTYPE##_##STYLE##_rest
+#define VECTOR_RUN(ISA, DTYPE, TYPE, WIDTH, REST, STYLE, SPREAD, NAME)                                                     \
     ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_step(const TYPE *from, TYPE *to, const float *cos, const float *sin, \
                                                      int64_t half, int n) {                                          \
         ISA##_##DTYPE x, y;                                                                                          \
@@ -194,7 +164,7 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
         ISA##_rotate_##DTYPE(&x, &y, ISA##_row_##DTYPE(cos, n), ISA##_row_##DTYPE(sin, n));                          \
         ISA##_put_##STYLE##_##DTYPE(to, half, n, x, y);                                                              \
     }                                                                                                                \
-    ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                                \
+    ISA##_TARGET static void NAME(ISA, DTYPE, STYLE)(RUN_ARGUMENTS) {                                                \
         for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) {                                        \
             const TYPE *from = (const TYPE *)in;                                                                     \
             TYPE *to = (TYPE *)out;                                                                                  \
@@ -209,6 +179,46 @@ __attribute__((noinline, unused)) static void settle(const float *x, const float
     ISA##_##DTYPE##_##STYLE##_step(FROM, TO, COS, SIN, HALF, (int)(N))
 #define REST_GENERIC(ISA, DTYPE, STYLE, FROM, TO, COS, SIN, HALF, N) \
     generic_##DTYPE##_##STYLE((const char *)(FROM), (char *)(TO), 0, 0, 1, COS, SIN, N, HALF)
+
+/* Machines with enough registers keep the rows of a block of pairs in them while all heads go by. Each dtype and style
+ * brings how to load the rows of UNIT pairs, and how to turn one head by them or decline; it is turned one by one then,
+ * and so are all heads where a row does not suit. */
+#define BLOCKS(ISA, DTYPE, STYLE, TYPE, SPREAD, UNIT, BLOCK)                                                                 \
+    ISA##_INLINE void ISA##_##DTYPE##_##STYLE##_block(RUN_ARGUMENTS) {                                                \
+        ISA##_row_of_##DTYPE##_##STYLE row[BLOCK / UNIT];                                                             \
+        if (UNLIKELY(!ISA##_suits_##DTYPE(cos, sin, pairs))) {                                                        \
+            ISA##_##DTYPE##_##STYLE##_rest(in, out, in_step, out_step, heads, cos, sin, pairs, half);                 \
+            return;                                                                                                   \
+        }                                                                                                             \
+        const int units = (int)pairs / UNIT; /* known when this is compiled */                                        \
+        for (int i = 0; i < units; i++) row[i] = ISA##_load_##DTYPE##_##STYLE(cos + UNIT * i, sin + UNIT * i);        \
+        for (int64_t h = 0; h < heads; h++, in += in_step, out += out_step) {                                         \
+            const TYPE *from = (const TYPE *)in;                                                                      \
+            TYPE *to = (TYPE *)out;                                                                                   \
+            UNROLL for (int i = 0; i < units; i++)                                                                    \
+                if (UNLIKELY(!ISA##_turn_##DTYPE##_##STYLE(from + SPREAD * UNIT * i, to + SPREAD * UNIT * i, half,    \
+                                                           row[i])))                                                  \
+                    ISA##_##DTYPE##_##STYLE##_rest((const char *)(from + SPREAD * UNIT * i),                          \
+                                                   (char *)(to + SPREAD * UNIT * i), 0, 0, 1, cos + UNIT * i,         \
+                                                   sin + UNIT * i, UNIT, half);                                       \
+        }                                                                                                             \
+    }                                                                                                                 \
+    ISA##_TARGET static void ISA##_##DTYPE##_##STYLE(RUN_ARGUMENTS) {                                                 \
+        const int64_t step = SPREAD * (int64_t)sizeof(TYPE);                                                          \
+        int64_t j = 0;                                                                                                \
+        for (; j + BLOCK <= pairs; j += BLOCK)                                                                        \
+            ISA##_##DTYPE##_##STYLE##_block(in + step * j, out + step * j, in_step, out_step, heads, cos + j, sin + j, \
+                                            BLOCK, half);                                                             \
+        if (j + BLOCK / 2 <= pairs) {                                                                                 \
+            ISA##_##DTYPE##_##STYLE##_block(in + step * j, out + step * j, in_step, out_step, heads, cos + j, sin + j, \
+                                            BLOCK / 2, half);                                                         \
+            j += BLOCK / 2;                                                                                           \
+        }                                                                                                             \
+        if (j < pairs)                                                                                                \
+            ISA##_##DTYPE##_##STYLE##_rest(in + step * j, out + step * j, in_step, out_step, heads, cos + j, sin + j,  \
+                                           pairs - j, half);                                                          \
+    }
+#define UNROLL _Pragma("GCC unroll 8")
 
 /* Neox's halves of the 16-bit dtypes: get and put contiguous values, twice. */
 #define SPLIT_HALVES(ISA, DTYPE)                                                                                      \
@@ -352,9 +362,81 @@ avx512_INLINE void avx512_put_pairs_float16(uint16_t *to, int64_t half, int n, _
                              _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both));
 }
 SPLIT_HALVES(avx512, float16)
-VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED)
-VECTOR_RUNS(avx512, bfloat16, uint16_t, 16, REST_MASKED)
-VECTOR_RUNS(avx512, float16, uint16_t, 16, REST_MASKED)
+VECTOR_RUNS(avx512, float32, float, 8, REST_MASKED, REST_OF_RUN)
+VECTOR_RUNS(avx512, bfloat16, uint16_t, 16, REST_MASKED, WHOLE_RUN)
+VECTOR_RUNS(avx512, float16, uint16_t, 16, REST_MASKED, REST_OF_RUN)
+
+typedef struct {
+    __m512d cos, sin;
+} avx512_row_of_float32_halves;
+typedef struct {
+    __m512d cos[2], sin[2]; /* each value twice, for an x and a y side by side */
+} avx512_row_of_float32_pairs;
+#define avx512_suits_float32(COS, SIN, PAIRS) 1
+#define avx512_suits_float16(COS, SIN, PAIRS) 1
+avx512_INLINE avx512_row_of_float32_halves avx512_load_float32_halves(const float *cos, const float *sin) {
+    avx512_row_of_float32_halves row = {avx512_row_float32(cos, 8), avx512_row_float32(sin, 8)};
+    return row;
+}
+avx512_INLINE int avx512_turn_float32_halves(const float *from, float *to, int64_t half,
+                                             avx512_row_of_float32_halves row) {
+    __m512d x = avx512_row_float32(from, 8), y = avx512_row_float32(from + half, 8);
+    avx512_rotate_float32(&x, &y, row.cos, row.sin);
+    avx512_put_halves_float32(to, half, 8, x, y);
+    return 1;
+}
+avx512_INLINE avx512_row_of_float32_pairs avx512_load_float32_pairs(const float *cos, const float *sin) {
+    const __m512i low = _mm512_setr_epi64(0, 0, 1, 1, 2, 2, 3, 3), high = _mm512_setr_epi64(4, 4, 5, 5, 6, 6, 7, 7);
+    __m512d c = avx512_row_float32(cos, 8), s = avx512_row_float32(sin, 8);
+    avx512_row_of_float32_pairs row = {{_mm512_permutexvar_pd(low, c), _mm512_permutexvar_pd(high, c)},
+                                       {_mm512_permutexvar_pd(low, s), _mm512_permutexvar_pd(high, s)}};
+    return row;
+}
+avx512_INLINE int avx512_turn_float32_pairs(const float *from, float *to, int64_t half,
+                                            avx512_row_of_float32_pairs row) {
+    (void)half;
+    for (int i = 0; i < 2; i++) {
+        __m512d both = avx512_row_float32(from + 8 * i, 8), swapped = _mm512_permute_pd(both, 0x55);
+        both = _mm512_fmaddsub_pd(both, row.cos[i], _mm512_mul_pd(swapped, row.sin[i]));
+        _mm256_storeu_ps(to + 8 * i, _mm512_cvtpd_ps(both));
+    }
+    return 1;
+}
+BLOCKS(avx512, float32, halves, float, 1, 8, 64)
+BLOCKS(avx512, float32, pairs, float, 2, 8, 32)
+/* For many heads, sin is split into a part so short that its products with a 16-bit dtype's values are exact, and what
+ * is left. Then x cos - y short is rounded once; or, where it cancels so far that sin's rest would matter, not at all. So
+ * is the sum with the rest's product: 1.5 float32 ulps again, with six operations instead of eight. */
+typedef struct {
+    __m512 cos, sin, rest;
+} avx512_split;
+avx512_INLINE avx512_split avx512_split_row(__m512 cos, __m512 sin, int bits) {
+    const __m512i mask = _mm512_set1_epi32((int)(~0u << (24 - bits)));
+    __m512 head = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(sin), mask));
+    avx512_split row = {cos, head, _mm512_sub_ps(sin, head)};
+    return row;
+}
+avx512_INLINE void avx512_turn(__m512 x, __m512 y, avx512_split row, __m512 *out_x, __m512 *out_y) {
+    *out_x = _mm512_fnmadd_ps(y, row.rest, _mm512_fmsub_ps(x, row.cos, _mm512_mul_ps(y, row.sin)));
+    *out_y = _mm512_fmadd_ps(x, row.rest, _mm512_fmadd_ps(y, row.cos, _mm512_mul_ps(x, row.sin)));
+}
+#define AVX512_FLOAT16(STYLE)                                                                                      \
+    typedef avx512_split avx512_row_of_float16_##STYLE;                                                            \
+    avx512_INLINE avx512_split avx512_load_float16_##STYLE(const float *cos, const float *sin) {                   \
+        return avx512_split_row(_mm512_loadu_ps(cos), _mm512_loadu_ps(sin), 13);                                   \
+    }                                                                                                              \
+    avx512_INLINE int avx512_turn_float16_##STYLE(const uint16_t *from, uint16_t *to, int64_t half, avx512_split row) { \
+        __m512 x, y, out_x, out_y;                                                                                 \
+        avx512_get_##STYLE##_float16(from, half, 16, &x, &y);                                                      \
+        avx512_turn(x, y, row, &out_x, &out_y);                                                                    \
+        if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) return 0;                                    \
+        avx512_put_##STYLE##_float16(to, half, 16, out_x, out_y);                                                  \
+        return 1;                                                                                                  \
+    }
+AVX512_FLOAT16(halves)
+AVX512_FLOAT16(pairs)
+BLOCKS(avx512, float16, halves, uint16_t, 1, 16, 64)
+BLOCKS(avx512, float16, pairs, uint16_t, 2, 16, 64)
 
 avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_t first) {
     const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -362,15 +444,16 @@ avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_
     __m512i weight =
         _mm512_add_epi32(_mm512_mullo_epi32(places, unit), _mm512_set1_epi32((int)(0x9E3779B1u * (2 * first + 1))));
     __m512i sum = _mm512_setzero_si512();
-    uint32_t sums[16], total = 0;
     int64_t i = 0;
     for (; i + 16 <= n; i += 16, weight = _mm512_add_epi32(weight, step)) {
         __m512i word = _mm512_loadu_si512(words + i);
         word = _mm512_xor_si512(word, _mm512_srli_epi32(word, 15));
         sum = _mm512_add_epi32(sum, _mm512_mullo_epi32(word, weight));
     }
-    _mm512_storeu_si512(sums, sum);
-    for (int lane = 0; lane < 16; lane++) total += sums[lane];
+    __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+    __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    uint32_t total = (uint32_t)_mm_cvtsi128_si32(two) + (uint32_t)_mm_extract_epi32(two, 1);
     return total + generic_hash(words + i, n - i, first + (uint32_t)i);
 }
 
@@ -433,7 +516,81 @@ avx512bf16_INLINE void avx512bf16_put_pairs_bfloat16(uint16_t *to, int64_t half,
     both = _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), both);
     _mm512_mask_storeu_epi32(to, (__mmask16)FIRST(n), both);
 }
-VECTOR_RUNS(avx512bf16, bfloat16, uint16_t, 16, REST_MASKED)
+VECTOR_RUNS(avx512bf16, bfloat16, uint16_t, 16, REST_MASKED, REST_OF_RUN)
+
+/* Words of a vector: the even ones and the odd ones as 16 float32 each, and back from results for either. */
+avx512bf16_INLINE __m512 avx512bf16_even(__m512i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(words, 16)); }
+avx512bf16_INLINE __m512 avx512bf16_odd(__m512i words) {
+    return _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32((int)0xffff0000)));
+}
+avx512bf16_INLINE __m512i avx512bf16_in_turn(__m512 even, __m512 odd) {
+    return _mm512_permutexvar_epi16(_mm512_loadu_si512(avx512_in_turn), (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+}
+/* Bit 14 of each word: whether it lies within 2^-63 .. 2^65. With cos and sin that are zero or not below 2^-32, products of
+ * such values differ by nothing or by more than a subnormal number, and nothing overflows. */
+avx512bf16_INLINE __m512i avx512bf16_ordinary(__m512i words) {
+    return _mm512_xor_si512(words, _mm512_add_epi16(words, words));
+}
+avx512bf16_INLINE int avx512bf16_all(__m512i ordinary) {
+    return _mm512_movepi16_mask(_mm512_add_epi16(ordinary, ordinary)) == 0xffffffff;
+}
+avx512bf16_INLINE int avx512bf16_suits(const float *row, int64_t n) {
+    const __m512i least = _mm512_set1_epi32(95 << 23), span = _mm512_set1_epi32((157 - 95) << 23); /* 2^-32, 2^30 */
+    unsigned good = 0xffff;
+    for (int64_t i = 0; i < n; i += 16) {
+        __m512i size = _mm512_and_si512(_mm512_loadu_si512(row + i), _mm512_set1_epi32(0x7fffffff));
+        good &= _mm512_cmple_epu32_mask(_mm512_sub_epi32(size, least), span) | _mm512_testn_epi32_mask(size, size);
+    }
+    return good == 0xffff;
+}
+#define avx512bf16_suits_bfloat16(COS, SIN, PAIRS) (avx512bf16_suits(COS, PAIRS) && avx512bf16_suits(SIN, PAIRS))
+
+typedef struct {
+    avx512_split first, second; /* halves: of the even and the odd of 32 pairs; pairs: of the first and the last 16 */
+} avx512bf16_rows;
+typedef avx512bf16_rows avx512bf16_row_of_bfloat16_halves, avx512bf16_row_of_bfloat16_pairs;
+
+/* places of 32 float32: the even ones, the odd ones */
+static const uint32_t avx512bf16_evens[16] = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+avx512bf16_INLINE avx512bf16_rows avx512bf16_load_bfloat16_halves(const float *cos, const float *sin) {
+    const __m512i even = _mm512_loadu_si512(avx512bf16_evens), odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    __m512 c = _mm512_loadu_ps(cos), next_c = _mm512_loadu_ps(cos + 16);
+    __m512 s = _mm512_loadu_ps(sin), next_s = _mm512_loadu_ps(sin + 16);
+    avx512bf16_rows row = {
+        avx512_split_row(_mm512_permutex2var_ps(c, even, next_c), _mm512_permutex2var_ps(s, even, next_s), 16),
+        avx512_split_row(_mm512_permutex2var_ps(c, odd, next_c), _mm512_permutex2var_ps(s, odd, next_s), 16)};
+    return row;
+}
+avx512bf16_INLINE avx512bf16_rows avx512bf16_load_bfloat16_pairs(const float *cos, const float *sin) {
+    avx512bf16_rows row = {avx512_split_row(_mm512_loadu_ps(cos), _mm512_loadu_ps(sin), 16),
+                           avx512_split_row(_mm512_loadu_ps(cos + 16), _mm512_loadu_ps(sin + 16), 16)};
+    return row;
+}
+avx512bf16_INLINE int avx512bf16_turn_bfloat16_halves(const uint16_t *from, uint16_t *to, int64_t half,
+                                                      avx512bf16_rows row) {
+    __m512i x = _mm512_loadu_si512(from), y = _mm512_loadu_si512(from + half);
+    __m512 even_x, even_y, odd_x, odd_y;
+    if (UNLIKELY(!avx512bf16_all(_mm512_and_si512(avx512bf16_ordinary(x), avx512bf16_ordinary(y))))) return 0;
+    avx512_turn(avx512bf16_even(x), avx512bf16_even(y), row.first, &even_x, &even_y);
+    avx512_turn(avx512bf16_odd(x), avx512bf16_odd(y), row.second, &odd_x, &odd_y);
+    _mm512_storeu_si512(to, avx512bf16_in_turn(even_x, odd_x));
+    _mm512_storeu_si512(to + half, avx512bf16_in_turn(even_y, odd_y));
+    return 1;
+}
+avx512bf16_INLINE int avx512bf16_turn_bfloat16_pairs(const uint16_t *from, uint16_t *to, int64_t half,
+                                                     avx512bf16_rows row) {
+    __m512i a = _mm512_loadu_si512(from), b = _mm512_loadu_si512(from + 32);
+    __m512 x, y, next_x, next_y;
+    (void)half;
+    if (UNLIKELY(!avx512bf16_all(_mm512_and_si512(avx512bf16_ordinary(a), avx512bf16_ordinary(b))))) return 0;
+    avx512_turn(avx512bf16_even(a), avx512bf16_odd(a), row.first, &x, &y);
+    avx512_turn(avx512bf16_even(b), avx512bf16_odd(b), row.second, &next_x, &next_y);
+    _mm512_storeu_si512(to, avx512bf16_in_turn(x, y));
+    _mm512_storeu_si512(to + 32, avx512bf16_in_turn(next_x, next_y));
+    return 1;
+}
+BLOCKS(avx512bf16, bfloat16, halves, uint16_t, 1, 32, 64)
+BLOCKS(avx512bf16, bfloat16, pairs, uint16_t, 2, 32, 64)
 #define avx512bf16_float32_halves avx512_float32_halves
 #define avx512bf16_float32_pairs avx512_float32_pairs
 #define avx512bf16_float16_halves avx512_float16_halves
@@ -547,9 +704,9 @@ avx2_INLINE void avx2_put_pairs_float16(uint16_t *to, int64_t half, int n, __m25
 }
 SPLIT_HALVES(avx2, bfloat16)
 SPLIT_HALVES(avx2, float16)
-VECTOR_RUNS(avx2, float32, float, 4, REST_GENERIC)
-VECTOR_RUNS(avx2, bfloat16, uint16_t, 8, REST_GENERIC)
-VECTOR_RUNS(avx2, float16, uint16_t, 8, REST_GENERIC)
+VECTOR_RUNS(avx2, float32, float, 4, REST_GENERIC, WHOLE_RUN)
+VECTOR_RUNS(avx2, bfloat16, uint16_t, 8, REST_GENERIC, WHOLE_RUN)
+VECTOR_RUNS(avx2, float16, uint16_t, 8, REST_GENERIC, WHOLE_RUN)
 
 avx2_TARGET static uint32_t avx2_hash(const float *words, int64_t n, uint32_t first) {
     const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -676,9 +833,9 @@ NEON_ACCESS(bfloat16)
 NEON_ACCESS(float16)
 SPLIT_HALVES(neon, bfloat16)
 SPLIT_HALVES(neon, float16)
-VECTOR_RUNS(neon, float32, float, 2, REST_GENERIC)
-VECTOR_RUNS(neon, bfloat16, uint16_t, 4, REST_GENERIC)
-VECTOR_RUNS(neon, float16, uint16_t, 4, REST_GENERIC)
+VECTOR_RUNS(neon, float32, float, 2, REST_GENERIC, WHOLE_RUN)
+VECTOR_RUNS(neon, bfloat16, uint16_t, 4, REST_GENERIC, WHOLE_RUN)
+VECTOR_RUNS(neon, float16, uint16_t, 4, REST_GENERIC, WHOLE_RUN)
 
 static uint32_t neon_hash(const float *words, int64_t n, uint32_t first) {
     const uint32x4_t places = {0, 1, 2, 3};
@@ -801,11 +958,13 @@ static void *thread_main(void *data) {
 static void share(job *todo, int threads, int64_t bytes, rope_parallel_fn parallel) {
     if (!parallel) threads = (int)smaller(threads, smaller(bytes >> 21, MOST_THREADS));
     int64_t pieces = threads < 2 || bytes < 1 << 18 ? 1 : smaller(8 * (int64_t)threads, bytes >> 15);
+    if (pieces == 1) {
+        todo->piece(todo, 0, todo->total);
+        return;
+    }
     todo->next = 0;
     todo->step = (todo->total + pieces - 1) / pieces;
-    if (pieces == 1) {
-        work(todo);
-    } else if (parallel) {
+    if (parallel) {
         parallel(work, todo, (unsigned)threads, 0);
     } else {
 #if defined(__GNUC__)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
+from common import rope_kernel
 from common.rope_frequencies import RopeSpec, normalize_rope
 from common.rope_kernel import live_rotate
 from common.rope_table import RopeTable
@@ -88,6 +90,10 @@ class RotaryEmbedding(RopeTable):
             raise NotImplementedError("fused_set_kv_buffer_arg is not supported: write the KV buffer after rotating")
         if offsets is not None:
             positions = positions + offsets
+        if rope_kernel.short_way is not None and not is_dynamo_compiling():
+            done = rope_kernel.short_way(self, positions, query, key, inplace)
+            if done is not None:
+                return done
         if positions.dim() == 1 and query.dim() == 2 and (key is None or key.dim() == 2):  # to the kernel as they are
             return live_rotate(self, positions, query, key, inplace=inplace, head_size=self.head_size)
         # positions of several axes have one more dimension in front
@@ -99,6 +105,8 @@ class RotaryEmbedding(RopeTable):
             positions = positions.flatten(-2)
         elif q.dim() == 4 and positions.dim() == axes + 1 and q.shape[0] * q.shape[1] == tokens:
             positions = positions.unflatten(-1, q.shape[:2])
+            if self.spec.pair_axes is not None and not axes:  # text: the same on every axis
+                positions = positions.expand(1 + max(self.spec.pair_axes), -1, -1)
         q, k = live_rotate(self, positions, q, k, inplace=inplace)
         if inplace:
             return query, key

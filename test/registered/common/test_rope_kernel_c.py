@@ -237,6 +237,29 @@ def test_rounds_to_nearest_even(library, dtype, style):
 
 @every_dtype
 @every_style
+def test_tiny_huge_and_infinite_values(library, dtype, style):
+    """Subnormal results, overflow, and infinities times rows of few digits: all as float64 has them."""
+    powers = (-140, -126, -65, -60, -20, 0, 14, 64, 66, 127)
+    sizes = (0.0, *(2.0**power for power in powers), 1.5 * 2.0**-60, 1.5, float("inf"), float("nan"))
+    q = torch.tensor(list(itertools.product(sizes, sizes, (1, -1)))).to(dtype)  # x, y and a sign for y
+    x, y = q[:, 0], q[:, 1] * q[:, 2]
+    heads = torch.empty(1, 1, q.shape[0], 2 * 64, dtype=dtype)
+    first, second = style_slices(style, 64)
+    heads[..., first], heads[..., second] = x[:, None], y[:, None]
+    for c, s in itertools.product((0.0, 2.0**-70, 2.0**-34, 0.1, 0.5, 1.0, 2.0**100), (0.0, -(2.0**-72), 0.25, 0.7)):
+        cos, sin = torch.full((1, 64), c), torch.full((1, 64), s)
+        exact = expected(heads, None, cos, sin, style)
+        status, got, _, _ = rotate(library, heads, None, None, cos, sin, style=style)
+        assert status == OK
+        want = exact.to(dtype)
+        assert torch.equal(got.isnan(), want.isnan()), (c, s)
+        assert torch.equal(got.isinf(), want.isinf()), (c, s)
+        usual = want.isfinite()
+        assert (ordered(got)[usual] - ordered(want)[usual]).abs().max() <= (0 if dtype == torch.float32 else 1), (c, s)
+
+
+@every_dtype
+@every_style
 def test_nan_and_infinity_touch_only_their_pair(library, dtype, style):
     q, k = make_qk(dtype, dim=2 * 41)
     cos, sin = halves(make_table(19, 41))

@@ -171,6 +171,7 @@ def in_child(work, limit=30):
 def test_a_forked_child_rotates_heals_grows_and_builds(kernel, monkeypatch):
     if kernel == "torch":
         monkeypatch.setattr(rope_kernel, "_library", None)
+        monkeypatch.setattr(rope_kernel, "short_way", None)
     torch.set_num_threads(2)
     rope = get_rope(DIM, DIM, TOP, 10000.0, dtype=torch.float32)
     image = get_image_rope(DIM, DIM, TOP, 10000.0, True, dtype=torch.float32)
