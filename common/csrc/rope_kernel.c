@@ -420,23 +420,49 @@ avx512_INLINE void avx512_turn(__m512 x, __m512 y, avx512_split row, __m512 *out
     *out_x = _mm512_fnmadd_ps(y, row.rest, _mm512_fmsub_ps(x, row.cos, _mm512_mul_ps(y, row.sin)));
     *out_y = _mm512_fmadd_ps(x, row.rest, _mm512_fmadd_ps(y, row.cos, _mm512_mul_ps(x, row.sin)));
 }
-#define AVX512_FLOAT16(STYLE)                                                                                      \
-    typedef avx512_split avx512_row_of_float16_##STYLE;                                                            \
-    avx512_INLINE avx512_split avx512_load_float16_##STYLE(const float *cos, const float *sin) {                   \
-        return avx512_split_row(_mm512_loadu_ps(cos), _mm512_loadu_ps(sin), 13);                                   \
-    }                                                                                                              \
-    avx512_INLINE int avx512_turn_float16_##STYLE(const uint16_t *from, uint16_t *to, int64_t half, avx512_split row) { \
-        __m512 x, y, out_x, out_y;                                                                                 \
-        avx512_get_##STYLE##_float16(from, half, 16, &x, &y);                                                      \
-        avx512_turn(x, y, row, &out_x, &out_y);                                                                    \
-        if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) return 0;                                    \
-        avx512_put_##STYLE##_float16(to, half, 16, out_x, out_y);                                                  \
-        return 1;                                                                                                  \
+typedef avx512_split avx512_row_of_float16_halves;
+avx512_INLINE avx512_split avx512_load_float16_halves(const float *cos, const float *sin) {
+    return avx512_split_row(_mm512_loadu_ps(cos), _mm512_loadu_ps(sin), 13);
+}
+avx512_INLINE int avx512_turn_float16_halves(const uint16_t *from, uint16_t *to, int64_t half, avx512_split row) {
+    __m512 out_x, out_y;
+    avx512_turn(avx512_get_float16(from, 16), avx512_get_float16(from + half, 16), row, &out_x, &out_y);
+    if (UNLIKELY(_mm512_cmp_ps_mask(out_x, out_y, _CMP_UNORD_Q))) return 0;
+    avx512_put_halves_float16(to, half, 16, out_x, out_y);
+    return 1;
+}
+typedef struct {
+    avx512_split part[2]; /* each value twice, for an x and a y side by side; the rest is negative for x */
+} avx512_row_of_float16_pairs;
+avx512_INLINE avx512_row_of_float16_pairs avx512_load_float16_pairs(const float *cos, const float *sin) {
+    const __m512i twice = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    const __m512i eight = _mm512_set1_epi32(8), minus_x = _mm512_set1_epi64((int64_t)0x80000000);
+    __m512 c = _mm512_loadu_ps(cos), s = _mm512_loadu_ps(sin);
+    avx512_row_of_float16_pairs row;
+    for (int i = 0; i < 2; i++) {
+        __m512i places = i ? _mm512_add_epi32(twice, eight) : twice;
+        row.part[i] = avx512_split_row(_mm512_permutexvar_ps(places, c), _mm512_permutexvar_ps(places, s), 13);
+        row.part[i].rest =
+            _mm512_castsi512_ps(_mm512_xor_si512(_mm512_castps_si512(row.part[i].rest), minus_x));
     }
-AVX512_FLOAT16(halves)
-AVX512_FLOAT16(pairs)
+    return row;
+}
+avx512_INLINE __m512 avx512_turn_side_by_side(__m512 both, avx512_split row) {
+    __m512 swapped = _mm512_permute_ps(both, 0xb1);
+    return _mm512_fmadd_ps(swapped, row.rest, _mm512_fmaddsub_ps(both, row.cos, _mm512_mul_ps(swapped, row.sin)));
+}
+avx512_INLINE int avx512_turn_float16_pairs(const uint16_t *from, uint16_t *to, int64_t half,
+                                            avx512_row_of_float16_pairs row) {
+    __m512 first = avx512_turn_side_by_side(avx512_get_float16(from, 16), row.part[0]);
+    __m512 last = avx512_turn_side_by_side(avx512_get_float16(from + 16, 16), row.part[1]);
+    (void)half;
+    if (UNLIKELY(_mm512_cmp_ps_mask(first, last, _CMP_UNORD_Q))) return 0;
+    avx512_put_float16(to, 16, first);
+    avx512_put_float16(to + 16, 16, last);
+    return 1;
+}
 BLOCKS(avx512, float16, halves, uint16_t, 1, 16, 64)
-BLOCKS(avx512, float16, pairs, uint16_t, 2, 16, 64)
+BLOCKS(avx512, float16, pairs, uint16_t, 2, 16, 32)
 
 avx512_TARGET static uint32_t avx512_hash(const float *words, int64_t n, uint32_t first) {
     const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -1049,7 +1075,8 @@ static int check_call(job *todo) {
     todo->piece = check_piece;
     todo->total = shared ? call->seq : call->batch * call->seq;
     todo->bad_token = todo->total;
-    share(todo, call->threads, todo->total * call->axes * call->rotary_dim * 4, call->parallel);
+    /* a byte of a row takes about four times as long to check as a byte of q or k to rotate */
+    share(todo, call->threads, 4 * todo->total * call->axes * call->rotary_dim * 4, call->parallel);
     if (todo->bad_token == todo->total) return OK;
     call->bad_token = todo->bad_token;
     first_bad(todo, todo->bad_token, todo->bad_token + 1, &fault, &call->bad_position);
