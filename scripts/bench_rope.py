@@ -216,6 +216,9 @@ def peers(report: Report, options: argparse.Namespace, layer: torch.nn.Module) -
                 limit = 6 if tokens == 1 and name == "Hugging Face" else limits.get(name)
                 words = f"{tokens} token{'s'[: tokens > 1]}: {name}"
                 report.faster(words, race.median("ours"), race.median(name), race.ratio("ours", name), limit)
+        if "Hugging Face" in calls:
+            words, mine = f"{tokens} token{'s'[: tokens > 1]}: Hugging Face, ours in place", "ours, in place"
+            report.faster(words, race.median(mine), race.median("Hugging Face"), race.ratio(mine, "Hugging Face"), None)
         if tokens == 1:
             spent = race.median("ours")
             report.row(
