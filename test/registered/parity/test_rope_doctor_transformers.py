@@ -25,7 +25,7 @@ from common.ci_register import register_cpu_ci
 from common.rope_doctor import check_model, repair_model
 from common.rope_truth import rope_slots
 
-register_cpu_ci(est_time=150, suite="parity-test-cpu")
+register_cpu_ci(est_time=300, suite="parity-test-cpu")
 
 ROOT = Path(__file__).parents[3]
 SMALL = dict(
