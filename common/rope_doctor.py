@@ -139,9 +139,10 @@ def _repaired(model: nn.Module, config: Any) -> Report:
         if truth is None or verdict in ("right", "unverified") or (truth.assumed and verdict != "degraded"):
             continue
         old = slot.get()
-        if old is not None and id(old) in replaced:
+        tied = old is not None and id(old) in replaced
+        if tied:
             slot.put(replaced[id(old)][1])
-        if _examine(path, slot, truth).verdict != "right":
+        if not tied or _examine(path, slot, truth).verdict != "right":
             _rewrite(slot, truth.values[0], _home(model))
         if old is not None and slot.get() is not old:
             replaced[id(old)] = old, slot.get()

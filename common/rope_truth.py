@@ -157,10 +157,9 @@ class Truths:
         if isinstance(module, LiveBuffers):
             return self._fitting("derivation", slots, _tried(lambda: {n: (t,) for n, t in module.derive().items()}))
         arguments = _tried(_kept_arguments, module)
-        own = _tried(_from_methods, module)
-        if arguments and not arguments.assumed:
-            own = _tried(_rebuilt, module, slots, arguments) or own
-        truths = self._fitting("own method", slots, own)
+        complete = arguments is not None and not arguments.assumed
+        own = _tried(_rebuilt, module, slots, arguments) if complete else None
+        truths = self._fitting("own method", slots, own or _tried(_from_methods, module))
         if all(s.name in truths and self._accepts(s.get(), truths[s.name]) for s in slots):
             return truths
         for ancestor in self._ancestors(path):
@@ -174,7 +173,8 @@ class Truths:
             truths.update(self._fitting("config", rest, _tried(_from_config, rest, config)))
             rest = [s for s in rest if s.name not in truths]
         if rest and arguments and arguments.assumed:
-            truths.update({s.name: t for s in rest if (t := self._assumed(module, slots, arguments).get(s.name))})
+            assumed = self._assumed(module, slots, arguments)
+            truths.update({s.name: assumed[s.name] for s in rest if s.name in assumed})
         return truths
 
     def _fitting(self, source: str, slots: list[Slot], values: _Values | None) -> dict[str, Truth]:
